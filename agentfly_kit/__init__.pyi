@@ -56,6 +56,7 @@ from agentfly_kit.ppo import shaped_rewards as shaped_rewards
 from agentfly_kit.ppo.stats import Stats as Stats
 from agentfly_kit.rewards import Reward as Reward
 from agentfly_kit.rewards import Score as Score
+from agentfly_kit.rewards import overlong_penalty as overlong_penalty
 from agentfly_kit.rewards import reward as reward
 from agentfly_kit.sandboxes import sandbox_report as sandbox_report
 from agentfly_kit.sandboxes.files import FileSandbox as FileSandbox

@@ -12,7 +12,7 @@ import functools
 import inspect
 import math
 import numbers
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar, get_args
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -125,10 +125,76 @@ def check_accepts(name: str, function: Any, *arguments: str) -> None:
         raise SettingsError(text) from None
 
 
+# Keywords by the function that has them, and their names in TRL, verl and PyTorch.
+_OTHER_NAMES = {
+    "af.TrainConfig": {
+        "advantage": "adv_estimator advantage_estimator",
+        "aggregate": "loss_agg_mode loss_reduction",
+        "autocast": "bf16 fp16 mixed_precision",
+        "checkpoint_every": "save_freq save_steps",
+        "checkpointing": "gradient_checkpointing enable_gradient_checkpointing",
+        "clip": "clip_eps clip_range clip_ratio clip_ratio_low cliprange epsilon epsilon_low",
+        "clip_high": "clip_ratio_high epsilon_high",
+        "correction": "importance_sampling_correction rollout_is vllm_importance_sampling_correction",
+        "dual_clip": "clip_ratio_c delta",
+        "entropy_coef": "ent_coef entropy_coeff",
+        "epochs": "num_iterations num_ppo_epochs ppo_epochs",
+        "evaluate_every": "eval_steps test_freq",
+        "group_size": "n num_generations num_return_sequences",
+        "kl_coef": "beta init_kl_coef kl_loss_coef",
+        "kl_kind": "kl_loss_type kl_penalty",
+        "lam": "gae_lambda lambd",
+        "loss": "loss_fn loss_mode loss_type",
+        "lr": "learning_rate",
+        "max_grad_norm": "clip_grad clip_grad_norm grad_clip",
+        "micro_tokens": "per_device_train_batch_size ppo_max_token_len_per_gpu ppo_micro_batch_size",
+        "minibatch": "batch_size mini_batch_size minibatch_size ppo_mini_batch_size",
+        "steps": "max_steps num_train_epochs total_epochs total_training_steps",
+        "tasks_per_step": "train_batch_size",
+        "truncated": "mask_truncated_completions",
+        "value_clip": "clip_range_vf cliprange_value",
+        "value_coef": "vf_coef",
+        "whiten": "normalize_advantage whiten_advantages whiten_rewards",
+    },
+    "af.Agent": {
+        "max_turns": "max_assistant_turns max_tool_calling_iterations",
+        "reward": "compute_score reward_fn reward_func reward_funcs reward_function",
+        "system": "system_prompt",
+        "tools": "",
+    },
+    "af.Sampling": {
+        "max_tokens": "max_completion_length max_new_tokens max_response_length response_length",
+        "min_p": "",
+        "stop": "stop_strings",
+        "temperature": "",
+        "top_k": "",
+        "top_p": "",
+    },
+    "af.evaluate": {
+        "samples": "n num_return_sequences",
+    },
+    "af.ppo_step": {
+        "reference": "ref_model ref_policy",
+    },
+    "af.train": {
+        "eval_tasks": "eval_dataset val_dataset",
+        "run": "default_local_dir output_dir",
+        "tasks": "dataset prompts train_dataset",
+    },
+}
+
+
 def suggest_keyword(wrong: str, names: Iterable[str]) -> str:
     """Return a hint such as "; did you mean 'size'?" with the name closest to `wrong`, or "" if no name is similar."""
     close = difflib.get_close_matches(wrong, names, 1, cutoff=0.5)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _translated_keyword(wrong: str, names: Sequence[str]) -> str:
+    """Return a hint with the keyword of this package that has the name `wrong` in another library, or ""."""
+    found = [(n, f) for f, table in _OTHER_NAMES.items() for n, other in table.items() if wrong in (n, *other.split())]
+    here = [f"; did you mean {name!r}?" for name, _ in found if name in names]
+    return next(iter(here + [f"; did you mean {name!r} of {function}?" for name, function in found]), "")
 
 
 def checks_keywords(target: F) -> F:
@@ -152,9 +218,8 @@ def _check_keywords(function: F, name: str) -> F:
     def call(*args: Any, **kwargs: Any) -> Any:
         for wrong in kwargs:
             if wrong not in names:
-                hint = (
-                    suggest_keyword(wrong, names) or f"; its keywords are {', '.join(n for n in names if n[0] != '_')}"
-                )
+                known = f"; its keywords are {', '.join(n for n in names if n[0] != '_')}"
+                hint = _translated_keyword(wrong, names) or suggest_keyword(wrong, names) or known
                 raise TypeError(f"{name}() got an unexpected keyword {wrong!r}{hint}")
         return function(*args, **kwargs)
 
@@ -187,6 +252,15 @@ def check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
 
 class PolicyError(AgentFlyError):
     """Raised when a policy cannot be loaded, or its model does not support an operation."""
+
+
+def is_host_failure(error: BaseException) -> bool:
+    """Return True for failures of the infrastructure, which leave a chain unscored, and False for those of the model.
+
+    A lost or refused connection is one of the infrastructure. A tool that connects to addresses that the model chooses
+    must catch ConnectionError and raise ToolError.
+    """
+    return isinstance(error, HostError | ConnectionError)
 
 
 class EngineError(HostError):

@@ -11,7 +11,7 @@ from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable, printable, shorten
-from agentfly_kit.errors import RewardError
+from agentfly_kit.errors import RewardError, SettingsError, check_count
 from agentfly_kit.pool.base import BasePool
 from agentfly_kit.tools import function as functions
 from agentfly_kit.tools.context import Context, Fields, temporary_context
@@ -201,6 +201,38 @@ def reward(
     if function is None:
         return lambda function: Reward(function, weight=weight, per=per, name=name, timeout=timeout)
     return Reward(function, weight=weight, per=per, name=name, timeout=timeout)
+
+
+def overlong_penalty(tokens: int, buffer: int, *, weight: float = 1.0) -> Reward[..., float]:
+    """Create a reward that falls linearly from 0 to -1 over the last `buffer` tokens before a length limit::
+
+        agent = af.Agent(..., reward=[exact, af.overlong_penalty(1024, 256)], max_tokens=1024)
+
+    It lowers the sum of the rewards; set `Agent(success=)` if a long correct answer is a success.
+
+    Args:
+        tokens: Number of sampled tokens of a chain from which the reward is -1.
+        buffer: Number of tokens over which the reward falls.
+        weight: Weight of the reward.
+
+    Raises:
+        SettingsError: If a number is below 1, or `buffer` exceeds `tokens`.
+
+    Source:  DAPO, arXiv 2503.14476, equation 13.
+    """
+    check_count("tokens", tokens)
+    check_count("buffer", buffer)
+    if buffer > tokens:
+        raise SettingsError(f"buffer must be at most tokens={tokens}, got {buffer}")
+
+    @reward(weight=weight, name="overlong_penalty")
+    def penalty(trajectory: Trajectory) -> float:
+        if not trajectory.exact:
+            raise RewardError("overlong_penalty counts tokens, which a text-only engine does not return")
+        sampled = sum(turn.num_tokens for turn in trajectory.turns if turn.kind == "action")
+        return min(0.0, max(-1.0, (tokens - buffer - sampled) / buffer))
+
+    return penalty
 
 
 class RewardSet(Displayable, FunctionSet[Reward[..., Any]]):

@@ -78,7 +78,7 @@ def read_rows(file: Any) -> Iterator[tuple[str, Any]]:
         with file.open("rb") as stream:
             try:
                 for batch in parquet.ParquetFile(stream).iter_batches():
-                    for row in batch.to_pylist():
+                    for row in map(_table_row, batch.to_pylist()):
                         yield f"{file.name}, row {number}", row
                         number += 1
             except TaskError:
@@ -158,11 +158,33 @@ def with_split(row: Any, split: str) -> Any:
 
 def _iterable_rows(rows: Any, name: str) -> Iterable[Any]:
     if hasattr(rows, "notna"):  # a DataFrame; missing values (NaN, NaT, NA) become None
-        records: list[Any] = rows.astype(object).where(rows.notna(), None).to_dict("records")
-        return records
+        return map(_table_row, rows.astype(object).where(rows.notna(), None).to_dict("records"))
+    if hasattr(rows, "features"):  # a Dataset
+        return map(_table_row, rows)
     if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
         raise TaskError(
             f"{name}: rows must be a list of dicts, a DataFrame or a Dataset, or a dict from split names to such rows, "
             f"got {rows!r:.60}; for a file use load_tasks(path)"
         )
     return rows
+
+
+def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Drop None from the nested dicts of a row. Arrow adds the keys of every row's dicts to those of the other rows."""
+    return {name: drop_none(to_python(value)) for name, value in row.items()}
+
+
+def to_python(value: Any) -> Any:
+    """Convert NumPy arrays and scalars, including those in lists and dicts, to Python lists and numbers."""
+    if type(value).__module__ == "numpy":
+        return to_python(value.tolist())
+    if isinstance(value, dict):
+        return {key: to_python(part) for key, part in value.items()}
+    return [to_python(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def drop_none(value: Any) -> Any:
+    """Return a copy of a JSON value without the keys of dicts whose value is None, at every depth."""
+    if isinstance(value, dict):
+        return {key: drop_none(part) for key, part in value.items() if part is not None}
+    return [drop_none(part) for part in value] if isinstance(value, list | tuple) else value

@@ -225,6 +225,7 @@ def tasks_from(
 
     Args:
         rows: a list of dicts, a DataFrame, a `datasets` Dataset or DatasetDict, or {"train": [...], "test": [...]}.
+            In a table (DataFrame, Dataset, .parquet file), a key of a nested dict whose value is None is left out.
         question: name of the column that contains the question (a string or messages); by default the first non-empty
             column of `messages`, `question`, `prompt` and `input`.
         answer: name of the column that becomes the field "answer".
@@ -334,7 +335,7 @@ def _build_task(location: str, row: Any, columns: _Columns) -> tuple[Task, str |
         raise TaskError(
             f"{location}: a row must be an object such as {{'question': ..., 'answer': ...}}, got {row!r:.60}"
         )
-    values = {str(key): _to_python(value) for key, value in row.items()}
+    values = {str(key): task_files.to_python(value) for key, value in row.items()}
     column, question = columns.take_question(values, location)
     id, split = values.pop("id", None), values.pop("split", None)
     if split is not None and not (isinstance(split, str) and split):
@@ -368,17 +369,6 @@ def _build_task(location: str, row: Any, columns: _Columns) -> tuple[Task, str |
     return task, split, id is None
 
 
-def _to_python(value: Any) -> Any:
-    """Convert NumPy arrays and scalars, including those in lists and dicts, to Python lists and numbers."""
-    if type(value).__module__ == "numpy":
-        return _to_python(value.tolist())
-    if isinstance(value, dict):
-        return {key: _to_python(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_to_python(part) for part in value]
-    return value
-
-
 # --- comparison of tasks by content --------------------------------------------------------------
 
 
@@ -395,9 +385,9 @@ def _check_disjoint(tasks: Tasks, name: str) -> None:
 
 
 def _canonical_content(task: Task) -> str:
-    """Serialize the messages and fields of a task, but not its id, to canonical JSON."""
+    """Serialize the messages and fields of a task, but not its id, to canonical JSON. None counts as missing."""
     try:
-        return canonical_json([task.messages, task.fields])
+        return canonical_json(task_files.drop_none([task.messages, task.fields]))
     except TypeError as error:
         raise TaskError(f"task {task.id!r}: its fields cannot be compared with other tasks ({error})") from None
 

@@ -21,11 +21,11 @@ from agentfly_kit._display import Displayable, printable, shorten
 from agentfly_kit.errors import (
     AlignmentError,
     EngineError,
-    HostError,
     SettingsError,
     TaskError,
     check_types,
     checks_keywords,
+    is_host_failure,
 )
 
 if TYPE_CHECKING:
@@ -275,6 +275,7 @@ class Sample(Displayable):
         seconds: Duration of the request.
         alternatives: The most probable tokens at each position as (id, logprob), in descending order of probability;
             None unless the engine records them.
+        thinking: Thinking, if the server has separated it from `text`.
     """
 
     ids: tuple[int, ...] | None
@@ -287,6 +288,7 @@ class Sample(Displayable):
     calls: tuple[ToolCall, ...] | None = None
     seconds: float = 0.0
     alternatives: tuple[tuple[tuple[int, float], ...], ...] | None = None
+    thinking: str | None = None
 
     def __post_init__(self) -> None:
         if self.ids is None:
@@ -294,6 +296,11 @@ class Sample(Displayable):
                 raise EngineError("a Sample must have ids, or text if the engine is text-only; got neither")
             return
         _check_lengths(self, ("logprobs", "entropies", "versions", "kept_mass", "alternatives"))
+        for name in ("logprobs", "entropies", "kept_mass"):
+            values = getattr(self, name) or ()
+            if not math.isfinite(sum(values)):  # one such chain would otherwise spoil a whole batch
+                index = next((i for i, value in enumerate(values) if not math.isfinite(value)), 0)
+                raise EngineError(f"{name} of a Sample must be finite, got {values[index]} at token {index}")
 
 
 @dataclass(frozen=True)
@@ -320,7 +327,7 @@ class Failure(Displayable):
 
     Attributes:
         where: Component that failed: "tool calculator", "reward exact", "engine", "pool", ...
-        host: Whether the exception was a `HostError`, which the model did not cause. Not saved to disk.
+        host: Whether the infrastructure failed, not the model; see `errors.is_host_failure`. Not saved to disk.
     """
 
     where: str
@@ -334,7 +341,7 @@ class Failure(Displayable):
         import traceback
 
         text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-        return cls(where, type(error).__name__, str(error), text, isinstance(error, HostError))
+        return cls(where, type(error).__name__, str(error), text, is_host_failure(error))
 
     def __str__(self) -> str:
         return printable(f"{self.where}: {self.type}: {self.message}")
@@ -671,6 +678,7 @@ class Trajectory(Displayable):
         tools: JSON schemas of the tools in the prompt.
         dropped: Reason why a training step excluded the trajectory, or None.
         note: User's comment, set by `annotate`.
+        vocabulary: Fingerprint of the vocabulary of the token ids (`chat.vocabulary`), or None if it is unknown.
     """
 
     id: str
@@ -688,6 +696,7 @@ class Trajectory(Displayable):
     tools: tuple[dict[str, Any], ...] = ()
     dropped: str | None = None
     note: str = field(default="", compare=False)
+    vocabulary: str | None = field(default=None, compare=False)
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:

@@ -110,7 +110,7 @@ def tasks_left() -> list[str]:
 def threads_busy() -> list[str]:
     """Return the names of the threads that are running a tool or a reward."""
     calls = [t.name for t in threading.enumerate() if t.name.startswith("agentfly-call")]
-    return calls[len(threads._state.idle) :]
+    return calls[len(threads._state.idle) :] + ["agentfly-sandbox" for worker in threads._state.workers if worker.busy]
 
 
 # --- cancelled leases ----------------------------------------------------------------------------

@@ -153,6 +153,93 @@ def test_constant_rewards_are_distinguished_from_solved_tasks() -> None:
     assert names(af.diagnose(rollout(*same)))[0] == "constant_reward"
 
 
+def answers(reward: Any, reference: str = "12", **changes: Any) -> list[af.Trajectory]:
+    """Return the chains of four tasks, each with right and wrong answers of different lengths, scored by `reward`."""
+    finals = [reference, "7", "eighty", reference, f"it is {reference}", "no idea at all"]
+    return [
+        trajectory(f"{g}/{i}", float(reward(final)), g, text=final, ids=tuple(range(i + 2)),
+                   fields={"answer": reference}, **changes)
+        for g in "abcd" for i, final in enumerate(finals)
+    ]  # fmt: skip
+
+
+SUM = af.ToolCall("c", "add", {"x": 5}, af.ToolResult(True, "12"))
+
+
+def other(vocabulary: str) -> Any:
+    return [t.replace(vocabulary=vocabulary) for t in healthy()[:3]]
+
+
+def played(text: str, **changes: Any) -> list[af.Trajectory]:
+    """Return chains of an expert, who writes the answer. No policy sampled them."""
+    chains = [
+        trajectory(f"{g}/{i}", 0.5 + (g == "a") / 4, g, text=text, fields={"answer": g}, **changes)
+        for g in "abcd"
+        for i in "01"
+    ]
+    return [
+        t.replace(turns=(t.turns[0], dataclasses.replace(t.turns[1], sampled=False, text=t.group,
+                                                         messages=({"role": "assistant", "content": t.group},))))
+        for t in chains
+    ]  # fmt: skip
+
+
+def started(texts: list[str], prompt: str = "Play.") -> list[af.Trajectory]:
+    """Return two chains of each of two tasks, whose environments write `texts` at their start."""
+    chains = [trajectory(f"{i}", float(i % 2), "ab"[i // 2], ids=(i,), text=f"{i}", prompt=prompt) for i in range(4)]
+    return [
+        t.replace(turns=(dataclasses.replace(t.turns[0], messages=({"role": "user", "content": text},)), t.turns[1]))
+        for t, text in zip(chains, texts, strict=True)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("chains", "wanted"),
+    [
+        (answers(lambda final: "12" in final), []),
+        (answers(lambda final: -("12" in final)), ["reversed_reward"]),
+        (answers(len), ["length_reward"]),
+        # A penalty on the length is reported as such, although right answers are shorter here.
+        (answers(lambda final: -len(final)), ["length_reward"]),
+        (answers(lambda final: final != "eighty"), ["lenient_reward"]),
+        (answers(lambda final: ("12" in final) + 0.25 * ("7" in final)), []),  # partial credit
+        (answers(lambda final: final != "eighty", reference="B"), ["lenient_reward"]),
+        (answers(lambda final: "1/2" in final, reference="1/2"), []),
+        (answers(lambda final: "12" in final, calls=(SUM,)), []),
+        ([t.replace(turns=(*t.turns[:1], *trajectory("x", 0, text="7", calls=(SUM,), ids=(i,)).turns[1:]))
+          for i, t in enumerate(answers(lambda final: final == "12"))], ["ignored_results"]),
+        ([*healthy(), *other("a")], []),
+        ([*healthy(), *other("a"), *other("b")], ["other_tokenizer"]),
+        (played("answer"), []),
+        (started(["Room 1", "Room 1", "Room 2", "Room 2"]), []),
+        (started(["Room 1", "Room 2", "Room 3", "Room 4"]), ["different_starts"]),
+        (started(["Room 1"] * 4), ["same_start"]),
+        (started(["Play."] * 4), []),  # the state may be hidden
+    ],
+)  # fmt: skip
+def test_rewards_environments_and_tokenizers_are_compared_with_the_answers(chains: Any, wanted: list[str]) -> None:
+    """A wrong sign was reported as a reward for length, and another tokenizer as stale weights.
+
+    Also examined: partial credit, penalties on length, references that are not answers, chains of players, tasks with
+    the same prompt and hidden states.
+    """
+    assert names(af.diagnose(rollout(*chains)).serious)[:1] == wanted
+
+
+async def test_imitated_and_distilled_chains_are_healthy() -> None:
+    """The mask of an imitation contains actions that no policy sampled, and distillation needs no reward."""
+    policy = agents.fresh()
+    chains = await af.envs.calculator.expert(policy).rollout(agents.tasks(4), group_size=2)
+    batch = af.collate(chains, imitate=True)
+    stats = af.imitation_step(policy, af.adamw(policy, 1e-3), batch)
+    assert not af.diagnose(chains, batch, stats).serious
+    wrong = af.diagnose(chains, batch.replace(mask=batch.attention & (torch.arange(batch.ids.shape[1]) > 0)))
+    assert wrong[0].name == "wrong_mask"
+    unscored = rollout(*(t.replace(reward=None) for t in healthy()))
+    assert not af.diagnose(unscored, records=[{"approx_kl": 0.0}]).serious
+    assert names(af.diagnose(unscored)) == ["unscored"]
+
+
 def test_repetition_gibberish_and_identical_chains() -> None:
     loops = [t.replace(turns=trajectory("x", 0, ids=(5, 6) * 20 + (i,)).turns) for i, t in enumerate(healthy())]
     assert names(af.diagnose(rollout(*loops))) == ["repetition"]
@@ -217,7 +304,7 @@ async def test_planted_faults_of_other_families() -> None:
     cases = [case for case in BENCH.CASES if case[0] in ("lookup", "search")]
     first = [af.diagnose(*await BENCH.planted(family, fault))[0].name for family, fault, _ in cases]
     assert sum(name == wanted for name, (*_, wanted) in zip(first, cases, strict=True)) >= len(cases) - 1, first
-    assert not await BENCH.healthy("lookup", 3)
+    assert not await BENCH.healthy("train", "lookup", 3)
 
 
 async def test_the_tokens_that_moved_most_are_named() -> None:

@@ -17,7 +17,7 @@ LAYERS = [
     "_display",
     "errors seeds",
     "types _async task_files",
-    "chat tasks success batch pool sandboxes advantages losses",
+    "chat tasks success batch pool sandboxes advantages losses _evidence",
     "tools policy _doctor",
     "rewards engines endpoint ppo",
     "agent",

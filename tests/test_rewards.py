@@ -1,6 +1,7 @@
 """Rewards: injected arguments, return values, and failures, which leave only the failing chain unscored."""
 
 import asyncio
+import dataclasses
 import decimal
 import fractions
 import math
@@ -286,6 +287,17 @@ async def test_a_set_of_one_or_several_rewards() -> None:
     errors.check(
         lambda: RewardSet([exact, exact]), af.errors.RewardError, "names of rewards must be unique, got 'exact' twice"
     )
+
+
+async def test_the_overlong_penalty_falls_linearly_over_the_last_tokens() -> None:
+    penalty = af.overlong_penalty(10, 4)
+    for tokens, wanted in {1: 0.0, 6: 0.0, 7: -0.25, 9: -0.75, 10: -1.0, 12: -1.0}.items():
+        turns = [af.Turn("prompt", "task", (1,) * 9), af.Turn("action", "policy", (1,) * (tokens - 1)), said("x")]
+        chain = ANSWERED.replace(turns=tuple(dataclasses.replace(turn, ids=turn.ids or (1,)) for turn in turns))
+        assert (await penalty.try_(chain)).reward == wanted
+    assert "counts tokens" in str((await penalty.try_(ANSWERED)).error)
+    errors.check(lambda: af.overlong_penalty(4, 5), af.errors.SettingsError, "buffer must be at most tokens=4, got 5")
+    errors.check(lambda: af.overlong_penalty(4, 0), af.errors.SettingsError, "buffer must be an integer of at least 1")
 
 
 def test_a_missing_task_field_is_rejected() -> None:

@@ -143,6 +143,7 @@ def test_every_source_gives_the_same_tasks(tmp_path: Path) -> None:
     frame = af.tasks_from(pd.DataFrame([*ROWS, {"question": "q", "level": 0}]))
     assert frame[:40] == af.tasks_from(ROWS)[:40]
     assert frame[40].fields == {"answer": None, "level": 0}  # a missing cell is None
+    assert frame[40].id == af.tasks_from([{"question": "q", "level": 0}])[0].id
     whole = datasets.Dataset.from_list(ROWS)
     assert af.tasks_from(whole) == af.tasks_from(ROWS)
     parts = datasets.DatasetDict(train=whole.select(range(30)), test=whole.select(range(30, 40)))
@@ -150,6 +151,29 @@ def test_every_source_gives_the_same_tasks(tmp_path: Path) -> None:
     # A byte order mark, other line ends, and U+2028 within a string.
     (tmp_path / "a.jsonl").write_bytes(b'\xef\xbb\xbf{"question": "a\xe2\x80\xa8b"}\r\n{"question": "c"}')
     assert [t.messages[0]["content"] for t in af.load_tasks(tmp_path / "a.jsonl")] == ["a\u2028b", "c"]
+
+
+def test_keys_that_a_table_added_to_nested_dicts_are_removed(tmp_path: Path) -> None:
+    """Arrow gives each dict of a column the keys of all. Those that a row does not have are None, at every depth.
+
+    The tables are those of `every_source`. None in rows of dicts or JSON is a value of its own, and stays.
+    """
+    pyarrow, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    datasets = pytest.importorskip("datasets")
+
+    def row(arguments: dict[str, Any], **meta: Any) -> dict[str, Any]:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        return {"prompt": [USER, {**ANSWER, "tool_calls": [call]}, USER], "meta": meta}
+
+    rows = [row({"x": "s"}, a={"b": "s"}), row({"y": "t"}, a={"c": [{"d": "s"}, {"e": [None, "t"]}]})]
+    want = af.tasks_from(rows)
+    pq.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for table in (datasets.Dataset.from_list(rows), pd.DataFrame(rows), pd.read_parquet(tmp_path / "a.parquet")):
+        assert af.tasks_from(table) == want
+    assert af.load_tasks(tmp_path / "a.parquet") == want
+    (given,) = af.tasks_from([row({"x": None}, a={"b": None})])
+    assert given.fields["meta"] == {"a": {"b": None}}
+    assert given.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": None}
 
 
 def test_a_json_file_of_splits_and_a_folder_of_files(tmp_path: Path) -> None:

@@ -28,10 +28,11 @@ import numpy as np
 import numpy.typing as npt
 import traitlets
 from ipywidgets import widget_serialization
+from ipywidgets.widgets.widget import _instances
 
 from agentfly_kit.integrations.html import escape_control_chars as escape_control_chars
 
-from ._saved import WIDGET_MIME, is_headless, update_after_each_cell
+from ._saved import WIDGET_MIME, current_cell, forget_output, is_headless, update_after_each_cell
 
 HERE = Path(__file__).parent
 # Maximum size of a view's static HTML in bytes, so that a notebook with many views stays under a megabyte.
@@ -236,6 +237,9 @@ class View(anywidget.AnyWidget):
 
     Errors raised in a callback are shown on the page through `_notice`.
 
+    A view is closed when nothing refers to it. Once displayed, it is kept alive until the cells that displayed it run
+    again, so that a page that is opened later can show it.
+
     Attributes:
         settable: The traits that the browser page may set.
         actions: The actions that the page may request with `context.ask(name, value)`. An action calls the method
@@ -261,6 +265,9 @@ class View(anywidget.AnyWidget):
         self._seen = False
         self._jobs: set[asyncio.Future[Any]] = set()
         self._display_ids: list[str] = []
+        # Cells whose outputs contain the view, and the id of the run that displayed it; see `current_cell`.
+        self._cells: set[tuple[str, str]] = set()
+        self._replaced = False  # True if all these outputs were replaced
         # True if the cell that displayed the view was run by a program that shows no page, such as nbclient.
         self._headless = False
         # True if the view has changed since its picture was last written to an output or sent to a page.
@@ -281,8 +288,29 @@ class View(anywidget.AnyWidget):
         )
         with self._in_own_cell():
             super().__init__(**traits)
-        self.on_msg(self._on_message)
-        self.observe(self._mark_changed)
+        for widget in (self, self.layout):  # ipywidgets would keep both alive until they are closed
+            widget.comm.on_msg(functools.partial(_call, weakref.ref(widget), "_handle_msg"))
+        self._release()
+        self.on_msg(functools.partial(_call, view, "_on_message"))
+        self.observe(functools.partial(_call, view, "_mark_changed"))
+
+    def _hold(self) -> None:
+        """Keep the view alive, and let pages that are opened later find it, unless its outputs were replaced."""
+        if not self._replaced:
+            _instances.update({widget.model_id: widget for widget in (self, self.layout)})
+
+    def _release(self) -> None:
+        for widget in (self, self.layout):
+            _instances.pop(widget.model_id, None)
+
+    def _forget_runs_before(self, cell: str, run: str) -> None:
+        """Release the view if `cell`, which has run again, displayed it before and no other output contains it."""
+        left = {each for each in self._cells if each[0] != cell or each[1] == run}
+        if self._cells and not left:
+            self._replaced = True
+            self._release()
+            forget_output(self)
+        self._cells = left
 
     @property
     def record(self) -> Any:
@@ -302,6 +330,7 @@ class View(anywidget.AnyWidget):
         if message_type == "open":
             self._pages.add(page)
             self._seen = True
+            self._hold()
         elif message_type == "close":
             self._pages.discard(page)
         was_open, self.is_open = self.is_open, bool(self._pages)
@@ -369,7 +398,10 @@ class View(anywidget.AnyWidget):
         if hasattr(self, "_picture_throttle"):
             self._update_picture()
             self._picture_throttle.close()
+        layout = self.layout if self.comm is not None else None
         super().close()
+        if layout is not None:
+            layout.close()
 
     def _on_first_page(self) -> None:
         """Called when a page opens the view while no other page shows it."""
@@ -394,6 +426,7 @@ class View(anywidget.AnyWidget):
         assert len(page.encode()) <= STATIC_LIMIT, f"the static form of {self!r} is over {STATIC_LIMIT:,} bytes"
         if self.comm is None:  # closed
             return {"text/plain": repr(self), "text/html": page}, {}
+        self._hold()
         live: Any = super()._repr_mimebundle_(**kwargs)
         data = {**live[0], "text/html": page}
         if self._headless:
@@ -410,6 +443,8 @@ class View(anywidget.AnyWidget):
 
         if not self._display_ids:
             update_after_each_cell(self)
+        self._cells.add(current_cell())
+        self._replaced = False
         # Use a new id for each output, because displaying an id again would replace its earlier outputs.
         self._display_ids.append(uuid.uuid4().hex)
         self._picture_stale = False
@@ -444,10 +479,10 @@ class View(anywidget.AnyWidget):
             self._failed(error)  # for example, because the run folder was removed
 
 
-def _call(view_ref: Callable[[], Any], method: str) -> None:
+def _call(view_ref: Callable[[], Any], method: str, *arguments: Any) -> None:
     view = view_ref()
     if view is not None:
-        getattr(view, method)()
+        getattr(view, method)(*arguments)
 
 
 class Opener(View):

@@ -26,8 +26,32 @@ def update_after_each_cell(view: Any) -> None:
 
 
 def _after_cell(*_: Any) -> None:
+    cell, run = current_cell()
     for view in list(_displayed):
         view._update_picture()
+        if cell:
+            view._forget_runs_before(cell, run)
+
+
+def _request() -> dict[str, Any]:
+    """Return the request that runs the current cell, or {} outside of a kernel."""
+    ipython = sys.modules.get("IPython")
+    kernel = getattr(ipython and ipython.get_ipython(), "kernel", None)
+    return {} if kernel is None else kernel.get_parent("shell") or {}
+
+
+def current_cell() -> tuple[str, str]:
+    """Return the id of the current cell, or "" if the program that runs it sends none, and the id of this run."""
+    request = _request()
+    return request.get("metadata", {}).get("cellId", ""), request.get("header", {}).get("msg_id", "")
+
+
+def forget_output(view: Any) -> None:
+    """Remove a view from IPython's `Out`, which keeps every displayed object alive."""
+    shell = sys.modules["IPython"].get_ipython()
+    for number in [number for number, value in shell.user_ns["_oh"].items() if value is view]:
+        del shell.user_ns["_oh"][number]
+        shell.del_var(f"_{number}", by_name=True)
 
 
 def is_headless() -> bool:
@@ -36,11 +60,9 @@ def is_headless() -> bool:
     Such a program neither answers `input()` nor sends metadata about the cell; a notebook page does at least one of the
     two. Voilà runs cells like nbclient but then shows a live page, so the function returns False.
     """
-    ipython = sys.modules.get("IPython")
-    kernel = getattr(ipython and ipython.get_ipython(), "kernel", None)
-    if kernel is None or os.environ.get("SERVER_SOFTWARE", "").startswith("voila"):
+    request = _request()
+    if os.environ.get("SERVER_SOFTWARE", "").startswith("voila"):
         return False
-    request = kernel.get_parent("shell") or {}
     return request.get("content", {}).get("allow_stdin") is False and not request.get("metadata")
 
 

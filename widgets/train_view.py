@@ -149,7 +149,10 @@ class TrainView(ChainsView, LiveView):
     def _poll(self) -> None:
         """Poll the states of the runs, which are not part of the records, until all runs have ended."""
         loop, view_ref = self._loop, weakref.ref(self)
-        if self._polling or loop is None or loop.is_closed() or not any(each.control["can"] for each in self._sources):
+        if self._polling or loop is None or loop.is_closed():
+            return
+        # After its last record, a run still writes a checkpoint.
+        if not any(each.control["can"] or each.state == "running" for each in self._sources):
             return
         self._polling = True
 

@@ -46,8 +46,9 @@ def gigpo(
 ) -> Tensor:
     """GRPO over trajectories plus `weight` times GRPO over the turns that started in the same state.
 
-    The return of a turn is the discounted reward from that turn on. It is compared with the returns of all turns of the
-    group that started in an equal state (any hashable object, such as an observation).
+    The return of a trajectory is the sum of its turn rewards, or its reward if it has no turns. The return of a turn is
+    the discounted reward from that turn on. It is compared with the returns of all turns of the group that started in
+    an equal state (any hashable object, such as an observation).
 
     Shapes:  rewards (N trajectories,), groups (N,), turn_rewards and states (N lists with one entry per turn) -> (N, K)
              for at most K turns, padded with 0. turn_rewards must include the reward of the trajectory, at the turn
@@ -63,16 +64,19 @@ def gigpo(
             f"{len(r)} rewards"
         )
     index = group_index(groups, len(r), r.device).tolist()
+    totals: list[float] = []
     per_turn: list[list[float]] = []
     for i, (given, at) in enumerate(zip(turn_rewards, states, strict=True)):
         row = as_floats(given, f"turn_rewards[{i}]").tolist()
         if len(row) != len(at):
             raise AlignmentError(f"trajectory {i} must have a state per turn reward, got {len(at)} for {len(row)}")
         to_come = 0.0
+        totals.append(math.fsum(row) if row else float(r[i]))
         per_turn.append([to_come := x + gamma * to_come for x in reversed(row)][::-1])
     sums = torch.tensor([sum(x) for x in per_turn], dtype=r.dtype, device=r.device)  # to detect NaN and inf
     check_no_inf(sums, "turn_rewards")
-    r = torch.where(torch.isnan(sums), torch.nan, r)
+    check_no_inf(r, "rewards")
+    r = torch.where(torch.isnan(sums + r), torch.nan, torch.tensor(totals, dtype=r.dtype, device=r.device))
     episode = grpo(r, index, std=std, singleton=singleton, eps=eps)
     scored = (~torch.isnan(r)).tolist()
     flat = [x if scored[i] else float("nan") for i, row in enumerate(per_turn) for x in row]

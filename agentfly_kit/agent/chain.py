@@ -31,6 +31,7 @@ from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import (
     append_text,
     assistant_message,
+    encode_long,
     encode_observation,
     forced_beginning,
     label,
@@ -322,10 +323,12 @@ class BaseChain(Displayable):
         if kept_mass is None and sampling.greedy and sample.logprobs is not None:
             kept_mass = tuple(math.exp(lp) for lp in sample.logprobs)  # the probability of the only token kept
         if sample.calls is not None:
-            message, calls = assistant_message(Parsed(sample.text or "", sample.calls))
+            message, calls = assistant_message(Parsed(sample.text or "", sample.calls, sample.thinking))
         else:
             stops = sampling.stop if sample.stop == "string" else ()
             message, calls = parse_action(chat, tools, forced_beginning(self.turn), ids, sample.text, stops)
+            if sample.thinking is not None:
+                message = {"thinking": sample.thinking, **message}
         return Turn(
             kind="action",
             author=self.author if engine.author == "policy" else engine.author,
@@ -397,7 +400,10 @@ class BaseChain(Displayable):
         self.error = self._host_failure(results)
         stop = "error" if self.error is not None else stop_after_calls(self.agent, self.turn, results, over_limit)
         # A row contains only tokens that an engine received, so the last observation of a chain is not encoded.
-        return self._append_observation(turn) if stop is None else self._append(turn, stop)
+        if stop is not None:
+            return self._append(turn, stop)
+        await encode_long(turn.messages, lambda: encode_observation(self.agent, turn))
+        return self._append_observation(turn)
 
     def _host_failure(self, results: Sequence[ToolResult]) -> Failure | None:
         """Return the failure of a pool, sandbox or engine that occurred during the tool calls, or None."""
@@ -473,6 +479,7 @@ class BaseChain(Displayable):
             sampling=self.agent.sampling,
             seconds=time.perf_counter() - self._started_at,
             tools=self._schemas,
+            vocabulary=self.agent.chat.vocabulary if self.agent.exact else None,
         )
 
     # --- guards and events ---

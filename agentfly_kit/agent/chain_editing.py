@@ -262,8 +262,8 @@ class Chain(BaseChain):
         """
         with self._exclusive("compact"):
             self._check_prepared("compact")
-            # If the last action was truncated, its tool calls are ignored, because they never run.
-            if self.pending_calls and self.stop not in ("context_full", "turn_tokens"):
+            # The tool calls of an action that ended the chain, because it was truncated, never run.
+            if self.pending_calls and self.stop is None:
                 raise SettingsError(
                     "the tool calls of the last action have not run yet; call chain.act() or chain.observe() first"
                 )

@@ -28,7 +28,7 @@ from agentfly_kit.agent.conversations import (
 )
 from agentfly_kit.agent.progress import ChainHooks, ChainKey
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.agent.turns import label, text_fields, token_fields
+from agentfly_kit.agent.turns import encode_long, label, text_fields, token_fields
 from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.endpoint.reply import ChainEnded, Reply, ReplyCall, RequestError
 from agentfly_kit.errors import ChatTemplateError, SettingsError
@@ -239,6 +239,7 @@ class HarnessChain(Chain):
     ) -> Turn:
         if self.actions >= self.agent.max_turns:
             return self._end("max_turns")
+        await encode_long(messages, lambda: self._encode_ahead(messages, tools))
         row = self._continue_row(messages, tools)
         self._schemas, self.author = tools, author
         self._session = f"{self._base_session}/{row.index}"
@@ -250,6 +251,15 @@ class HarnessChain(Chain):
             self._asked[self._action_key] += 1
             row.segments.append(Segment((message_key(turn.messages[0]),), len(self.ids), True))
         return turn
+
+    def _encode_ahead(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> None:
+        """Encode the messages that `_continue_row` will encode, without changing the chain."""
+        match, chat = find_match(self._rows, messages, tools), self.agent.chat
+        new = () if match is None else messages[match.messages :]
+        if self.agent.exact and (match is None or chat.needs_rerender(new)):
+            chat.prompt(messages, tools, trusted=("system",))
+        elif self.agent.exact:
+            chat.observation_ids(new, tools)
 
     def _continue_row(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> ConversationRow:
         """Append the new messages to the row that they continue, or start a new row. Return the row."""

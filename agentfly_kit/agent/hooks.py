@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from agentfly_kit.agent.turns import append_text
 from agentfly_kit.errors import SettingsError, check_count, checks_keywords
 from agentfly_kit.types import Message
 
@@ -18,7 +19,7 @@ def sliding_window(steps: int) -> Callable[[Any], None]:
     which limits the row length. `TrainConfig(row_credit=)` sets how the rows of a chain share its advantage.
 
     Args:
-        steps: Number of visible steps. With 0, the last observation is shown as a user message after the first prompt.
+        steps: Number of visible steps. With 0, the last observation is appended to the first prompt.
 
     Raises:
         SettingsError: If `steps` is negative.
@@ -37,7 +38,7 @@ def sliding_window(steps: int) -> Callable[[Any], None]:
         opening = list(chain.turns[0].messages)
         if steps == 0:
             text = "\n".join(message["content"] for message in chain.turn.messages)
-            chain.compact([*opening, {"role": "user", "content": text}], author="window")
+            chain.compact(text, author="window")
         else:
             chain.compact([*opening, *(m for step in shown[-steps:] for m in step)], author="window")
 
@@ -55,7 +56,7 @@ def summarize(
 
     The summary is an action in a new row. It is trained on like other actions and counts towards `max_turns`. Its row
     begins with the first prompt of the chain, the end of the conversation as text, and the instruction. The next row
-    begins with the first prompt and the summary.
+    begins with the first prompt and the text of the summary; tool calls in the summary do not run.
 
     Args:
         instruction: Text that asks for the summary.
@@ -73,18 +74,19 @@ def summarize(
     async def on_context_full(chain: Any) -> None:
         chat, limit = chain.agent.chat, chain.agent.engine.max_length
         text = "\n".join(m.get("content") or "" for turn in chain.turn.row_path[1:] for m in turn.messages)
-        prompt = len(
-            chat.prompt([*chain.turns[0].messages, {"role": "user", "content": instruction}], chain.agent.tools.schemas)
-        )
+        prompt = len(chat.prompt(append_text(chain.turns[0].messages, instruction), chain.agent.tools.schemas))
         room = limit - tokens - prompt - 8  # a few tokens for the separators
         if chain.turn.row + 2 >= rows or room < 1:
             return
         kept = chat.text(chat.encode(text)[-room:])
-        chain.compact([*chain.turns[0].messages, {"role": "user", "content": f"{kept}\n\n{instruction}"}])
+        chain.compact(f"{kept}\n\n{instruction}")
         if chain.stop is not None:
             return
         summary = await chain.sample()
-        if chain.stop in ("answered", "turn_tokens") or summary.tool_calls:
-            chain.compact(str(summary.text if summary.tool_calls else summary.messages[0]["content"]))
+        if summary.kind == "action" and chain.stop in (None, "answered", "turn_tokens", "context_full"):
+            # Only the text of a summary counts: its calls do not run, and it gets no nudge.
+            chain._append(summary, "answered")
+            said = [i for i in summary.ids if i not in chat.stop_ids]
+            chain.compact(summary.messages[0]["content"] or chat.text(said))
 
     return on_context_full

@@ -12,6 +12,7 @@ from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.progress import ChainKey, RolloutEvent
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.agent.turns import is_long
 from agentfly_kit.errors import SettingsError, check_count, check_instance
 from agentfly_kit.types import Task
 
@@ -99,7 +100,7 @@ class RolloutRequest:
         if self.branch is not None:
             self.branch.groups_at_once(agent, self.group_size, self.max_concurrency)  # checks the agent
         agent.check_tasks(self.tasks)
-        if agent.exact:
+        if agent.exact and not is_long(agent.opening(self.tasks[0])):
             # Render the first prompt here, so that a template that rejects every task raises an error. If it rejects
             # only a later task, the error is recorded in the trajectories of that task.
             agent.chat.prompt(agent.opening(self.tasks[0]), agent.tools.schemas)

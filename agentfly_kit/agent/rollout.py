@@ -211,6 +211,24 @@ class Rollout(Displayable):
         groups = [Group(group.id, tuple([await rescored(t) for t in group])) for group in self.groups]
         return dataclasses.replace(self, groups=tuple(groups))
 
+    def sum_turn_rewards(self) -> Rollout:
+        """Return a copy in which the rewards of turns are added to the reward of their chain, for outcome estimators.
+
+        Which chains succeed does not change. See `TrainConfig(sum_turn_rewards=)`.
+        """
+
+        def summed(t: Trajectory) -> Trajectory:
+            earned = [turn.reward for turn in t.turns if turn.reward is not None]
+            if not earned:
+                return t
+            turns = with_turn_rewards([dataclasses.replace(turn, reward=None) for turn in t.turns], {})
+            reward = None if t.reward is None else t.reward + math.fsum(earned)
+            known = {} if t.success is None else {"success": float(t.success)}
+            return t.replace(reward=reward, turns=turns, metrics={**t.metrics, **known})
+
+        groups = [Group(group.id, tuple(map(summed, group))) for group in self.groups]
+        return dataclasses.replace(self, groups=tuple(groups))
+
     def diff(self, other: Rollout) -> RolloutDiff:
         """Compare with a later rollout of the same tasks, chain by chain."""
         mine, theirs = self._by_chain(), other._by_chain()
@@ -229,7 +247,14 @@ class Rollout(Displayable):
         return out
 
     def save(self, path: str | Path) -> Path:
-        """Write the rollout to a .jsonl file atomically. All task fields must be representable in JSON."""
+        """Write the rollout to a .jsonl file atomically.
+
+        Fields of tasks may be JSON values, tuples, sets, bytes, dates, times, decimals, UUIDs and paths, which `load`
+        restores, and arrays, which it returns as lists. A time zone becomes its offset.
+
+        Raises:
+            RunError: If a task has other values, or the file cannot be written.
+        """
         rollout_io.write(Path(path), self.trajectories, self.seconds, self.not_run, self.forks_refused)
         return Path(path)
 

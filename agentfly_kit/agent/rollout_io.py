@@ -6,20 +6,47 @@ Only fields that differ from their defaults are written. The text of each token 
 from __future__ import annotations
 
 import contextlib
+import datetime
 import functools
+import importlib
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from agentfly_kit.errors import RunError
 from agentfly_kit.types import Failure, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
 
 _FORMAT = "agentfly_kit.rollout"
-# Highest format version. Version 2 is written if a trajectory has several rows, and otherwise version 1.
-_VERSION = 2
+# Highest format version. Version 3 is written if tasks have values that JSON lacks, version 2 if a trajectory has
+# several rows, and otherwise version 1.
+_VERSION = 3
+# Key of the type's name in the JSON object of such a value, whose other key is "value".
+_TYPE = "$type"
+# Functions that convert such values to JSON and back, by the name of their type.
+_CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "tuple": (list, tuple),
+    "set": (lambda values: sorted(values, key=repr), set),
+    "frozenset": (lambda values: sorted(values, key=repr), frozenset),
+    "dict": (lambda values: list(map(list, values.items())), dict),  # with keys that are not strings
+    "float": (str, float),  # NaN and infinities
+    "bytes": (bytes.hex, bytes.fromhex),
+    "date": (str, datetime.date.fromisoformat),
+    "datetime": (str, datetime.datetime.fromisoformat),
+    "time": (str, datetime.time.fromisoformat),
+    "timedelta": (lambda d: [d.days, d.seconds, d.microseconds], lambda parts: datetime.timedelta(*parts)),
+    "Decimal": (str, Decimal),
+    "UUID": (str, UUID),
+    "Path": (str, Path),
+    "Timestamp": (str, lambda text: importlib.import_module("pandas").Timestamp(text)),
+}
+_SCALARS = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, bytes, Decimal, UUID)
+_NAMES = {kind: kind.__name__ for kind in (tuple, set, frozenset, *_SCALARS)} | {type(Path()): "Path"}
 # Records in a file, and the fields of each that are not written or that `_trajectory_to_json` adds.
 _LEFT_OUT: dict[type, tuple[str, ...]] = {
     Trajectory: ("task", "sampling"),
@@ -31,12 +58,41 @@ _LEFT_OUT: dict[type, tuple[str, ...]] = {
 
 
 def _json_fallback(value: Any) -> Any:
-    """Convert records, NumPy scalars and arrays. Raise TypeError for any other type."""
+    """Convert records, tasks, NumPy scalars and arrays. Raise TypeError for any other type."""
     if type(value) in _LEFT_OUT:
         return _record_to_json(value)
+    if isinstance(value, Task):
+        return _encode(vars(value) | {"messages": list(value.messages)})
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"got a {type(value).__name__}, which JSON cannot represent")
+
+
+def _encode(value: Any) -> Any:
+    """Return a value with all parts that JSON lacks converted to JSON objects, from which `_decode` restores them."""
+    if isinstance(value, dict):
+        if all(isinstance(key, str) for key in value) and _TYPE not in value:
+            return {key: _encode(part) for key, part in value.items()}
+        name = "dict"
+    elif isinstance(value, float):
+        name = "" if math.isfinite(value) else "float"
+    elif hasattr(value, "tolist"):
+        return _encode(value.tolist())
+    else:
+        name = "Timestamp" if hasattr(value, "to_pydatetime") else _NAMES.get(type(value), "")
+    if name:
+        return {_TYPE: name, "value": _encode(_CODECS[name][0](value))}
+    return [_encode(part) for part in value] if isinstance(value, list | tuple) else value
+
+
+def _decode(value: Any) -> Any:
+    """Return the value that `_encode` converted."""
+    if isinstance(value, list):
+        return [_decode(part) for part in value]
+    if not isinstance(value, dict):
+        return value
+    parts = {key: _decode(part) for key, part in value.items()}
+    return _CODECS[parts[_TYPE]][1](parts["value"]) if _TYPE in parts else parts
 
 
 def dump_json(value: Any, where: str) -> str:
@@ -47,9 +103,10 @@ def dump_json(value: Any, where: str) -> str:
         except UnicodeEncodeError:  # lone surrogates can only be written as escapes
             text = json.dumps(value, separators=(",", ":"), default=_json_fallback, allow_nan=False)
         return text
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise RunError(
-            f"{where} cannot be saved as JSON: {error}; use strings, numbers, lists or dicts in tasks and metrics"
+            f"{where} cannot be saved as JSON: {error}; use strings, numbers, dates, paths, lists, sets or dicts "
+            "in tasks, and numbers in metrics"
         ) from error
 
 
@@ -75,7 +132,7 @@ def _record_to_json(record: Any) -> dict[str, Any]:
 
 def _trajectory_to_json(t: Trajectory) -> dict[str, Any]:
     # Write all settings of `sampling`, because the defaults may change.
-    return _record_to_json(t) | {"task": vars(t.task), "chain": t.chain, "seed": t.seed, "sampling": vars(t.sampling)}
+    return _record_to_json(t) | {"task": t.task, "chain": t.chain, "seed": t.seed, "sampling": vars(t.sampling)}
 
 
 def _call_from_json(data: dict[str, Any]) -> ToolCall:
@@ -138,7 +195,10 @@ def write(
         for turn in t.turns:
             if turn.ids is not None and turn.token_texts is not None:
                 token_texts.update(zip(turn.ids, turn.token_texts, strict=True))
-    version = _VERSION if any(turn.row for t in trajectories for turn in t.turns) else 1
+    lines = [dump_json(_trajectory_to_json(t), f"trajectory {t.id!r}") + "\n" for t in trajectories]
+    version = 2 if any(turn.row for t in trajectories for turn in t.turns) else 1
+    if any(f'"{_TYPE}":' in line for line in lines):
+        version = _VERSION
     header = {"format": _FORMAT, "version": version, "seconds": seconds, "pieces": token_texts}
     if not_run:
         header["not_run"] = dict(not_run)
@@ -146,8 +206,7 @@ def write(
         header["forks_refused"] = forks_refused
     with atomic_write(path) as file:
         file.write(dump_json(header, "the header") + "\n")
-        for t in trajectories:
-            file.write(dump_json(_trajectory_to_json(t), f"trajectory {t.id!r}") + "\n")
+        file.writelines(lines)
 
 
 def read(path: Path) -> tuple[list[Trajectory], float, dict[str, str], int]:
@@ -168,7 +227,10 @@ def read(path: Path) -> tuple[list[Trajectory], float, dict[str, str], int]:
         for line in lines[1:]:
             number += 1
             if line:
-                trajectories.append(_trajectory_from_json(json.loads(line), token_texts))
+                data = json.loads(line)
+                if header["version"] == _VERSION:
+                    data["task"] = _decode(data["task"])
+                trajectories.append(_trajectory_from_json(data, token_texts))
         return trajectories, header["seconds"], dict(header.get("not_run", {})), header.get("forks_refused", 0)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise RunError(f"{path}:{number} is damaged: {type(error).__name__}: {error}") from error

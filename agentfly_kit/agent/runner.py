@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
+from agentfly_kit._async import threads
 from agentfly_kit._async.gc_pause import relaxed_gc
 from agentfly_kit._async.interrupts import keep_interruptible
 from agentfly_kit._async.pending_call import Handle, cancelling, wait_all, warn_or_log
@@ -25,6 +26,7 @@ from agentfly_kit.agent.progress import ChainHooks, ChainKey, Progress, RolloutE
 from agentfly_kit.agent.remote import GroupResult, GroupWorkers, RolloutRequest
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.agent.turns import encode_long, prompt_turn
 from agentfly_kit.errors import NotAwaited, PoolTimeout, RewardError
 from agentfly_kit.success import record_success
 from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory, Turn
@@ -213,7 +215,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
     # --- running ---
 
     async def _run(self) -> Rollout:
-        with relaxed_gc(min(self._request.max_concurrency, self.total)):
+        # A rollout that a tool makes does not run in the threads of that tool's sandboxes.
+        with relaxed_gc(min(self._request.max_concurrency, self.total)), threads.using():
             await self._run_chains()
         if self.agent.group_reward is not None and self._remote is None:  # remote workers have already added it
             async with asyncio.TaskGroup() as comparing:
@@ -298,6 +301,9 @@ class RolloutHandle(Handle[Rollout], Displayable):
             branch = None if group is None else group.branch
             hooks = ChainHooks(self._progress.report, self._unpaused.wait, self._spawn, branch, usages, self._name)
             try:
+                if fork is None and self.agent.harness is None:
+                    opening = self.agent.opening(task)
+                    await encode_long(opening, lambda: prompt_turn(self.agent, opening, "task"))
                 chain = fork or create_chain(self.agent, task, key, hooks)
             except Exception as error:  # for example, the chat template rejects the task's messages
                 self._finished(self._failed_trajectory(task, key, error))

@@ -198,6 +198,8 @@ class AgentSettings(Displayable):
         tools = self.tools if isinstance(self.tools, ToolSet) else ToolSet(self.tools)
         if tools.names and self.exact:
             self.chat.require_tools()
+        if self.nudge is not None and self.exact:
+            self.chat.require_append("user")
         reward = RewardSet(self.reward)
         harness = self.harness
         if harness is not None:

@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from agentfly_kit._async import threads
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.chat.formats import Parsed
 from agentfly_kit.types import Message, ToolCall, Turn, normalize_messages
+
+# Number of characters above which messages are encoded in a thread; on the event loop, they would delay other chains.
+_LONG = 50_000
+
+
+async def encode_long(messages: Iterable[Mapping[str, Any]], encode: Callable[[], Any]) -> None:
+    """Call `encode` in a thread if the messages are long. The chat keeps the result for the caller's own call.
+
+    Exceptions are discarded, because the caller's call raises them again. If this call is cancelled, the thread
+    continues, but nothing waits for it.
+    """
+    if is_long(messages):
+        await threads.run_off_loop(encode, None)
+
+
+def is_long(messages: Iterable[Mapping[str, Any]]) -> bool:
+    """Return True if encoding the messages would block the event loop noticeably."""
+    return sum(len(str(message.get("content"))) for message in messages) > _LONG
 
 
 def token_fields(agent: AgentSettings, ids: Sequence[int]) -> dict[str, Any]:
@@ -75,9 +94,9 @@ def assistant_message(parsed: Parsed) -> tuple[Message, tuple[ToolCall, ...]]:
 
 def with_calls(message: Message, calls: Sequence[ToolCall]) -> Message:
     """Return the assistant message with its well-formed calls added, in the format of chat templates."""
-    if not calls:
-        return message
     functions = [(call.id, {"name": call.name, "arguments": call.arguments}) for call in calls if call.error is None]
+    if not functions:
+        return message
     return {**message, "tool_calls": [{"id": id, "type": "function", "function": f} for id, f in functions]}
 
 

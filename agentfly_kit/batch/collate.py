@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -89,7 +89,8 @@ def collate(
     Raises:
         EmptyBatch: If no row is left.
         BatchError: If a trajectory cannot be used, because its engine returned text without token ids or because of
-            the way in which it was sampled.
+            the way in which it was sampled, or if its turns have rewards, but `advantages` is a function that returns
+            one advantage per trajectory.
         AlignmentError: If the advantages have the wrong shape, or a weight is negative or not finite.
         SettingsError: If `truncated`, `per` or a filter is invalid.
     """
@@ -200,9 +201,24 @@ def collate(
         return batch.replace(advantages=torch.ones(shape)) if imitates else batch
     if callable(advantages):
         advantages = advantages(_rewards(units), torch.tensor([groups[t.group] for t in units]))
+        if not imitates and torch.as_tensor(advantages).ndim == 1:
+            refuse_turn_rewards(units)
     values = torch.as_tensor(advantages, dtype=torch.float32)
     batch = batch.replace(advantages=_advantages_per_token(batch, values, [r.unit for r in rows], len(units), per))
     return _without_zero_weights(batch) if imitates else batch
+
+
+def refuse_turn_rewards(trajectories: Iterable[Trajectory]) -> None:
+    """Raise BatchError if a turn has a reward other than 0, which an estimator of outcomes would not receive."""
+    for t in trajectories:
+        for i, turn in enumerate(t.turns):
+            if turn.reward:
+                raise BatchError(
+                    f"turn {i} of {t.id!r} has the reward {turn.reward:g}, which has no effect on advantages that "
+                    "compare the rewards of whole chains; add the rewards of turns to those of the chains with "
+                    "TrainConfig(sum_turn_rewards=True) or rollout.sum_turn_rewards(), or use 'gigpo', 'gae' or "
+                    "'reinforce_plus_plus'"
+                )
 
 
 def _without_zero_weights(batch: Batch) -> Batch:

@@ -17,7 +17,8 @@ from agentfly_kit._display import Displayable, printable
 from agentfly_kit.chat import formats
 from agentfly_kit.chat.template import FollowingRole, Template, common_prefix_length, unused_marker
 from agentfly_kit.errors import ChatTemplateError, SettingsError
-from agentfly_kit.types import Message, Row, Schemas, Trajectory, normalize_messages
+from agentfly_kit.seeds import digest
+from agentfly_kit.types import Message, Row, Schemas, ToolCall, Trajectory, normalize_messages
 
 __all__ = ["Chat", "ChatReport", "Drift", "check"]
 
@@ -70,6 +71,7 @@ class Chat(Displayable):
             raise SettingsError(f'history must be "exact", "append" or "rerender", got {history!r}')
         self.tokenizer = tokenizer
         self.history = history
+        self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
         # Control tokens are special tokens and added tokens that the template uses. Plain text must not encode to them.
         added = {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         texts = {t for t in added if t.strip() and t in str(source)} | {t for t in tokenizer.all_special_tokens if t}
@@ -82,7 +84,36 @@ class Chat(Displayable):
         self._open_tag = "<think>" if opening.rfind("<think>") > opening.rfind("</think>") else ""
         self._create_caches()
         # Ids that end an action: end-of-turn tokens of the template, the eos token, and `stop`.
-        self.stop_ids: tuple[int, ...] = self._stop_ids(stop)
+        self.stop_ids: tuple[int, ...] = self._stop_ids()
+
+    @classmethod
+    def from_saved(
+        cls, settings: Mapping[str, Any], tokenizer: Any, generation_config: Any = None, **changes: Any
+    ) -> Chat:
+        """Return a chat with the settings that `Policy.save` has written, so that serving equals training.
+
+        Args:
+            settings: content of the file policy.json of a saved policy; {} for other models.
+            tokenizer: the tokenizer of the model.
+            generation_config: the model's generation config, whose end tokens end actions too, or None.
+            **changes: arguments of `Chat` that replace the saved ones, unless they are None.
+        """
+        saved = {"format": settings.get("format", "auto"), **settings.get("chat", {})}
+        saved |= {name: value for name, value in changes.items() if value is not None}
+        ends = getattr(generation_config, "eos_token_id", None)
+        ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
+        more = [str(tokenizer.convert_ids_to_tokens(i)) for i in ids if i != tokenizer.eos_token_id]
+        return cls(tokenizer, **saved | {"stop": tuple(dict.fromkeys((*saved.get("stop", ()), *more)))})
+
+    @functools.cached_property
+    def vocabulary(self) -> str:
+        """Fingerprint of the tokens and their ids. Batches can train the policies that have the same vocabulary."""
+        return digest(*(f"{token} {text}" for text, token in sorted(self.tokenizer.get_vocab().items())))
+
+    def settings(self) -> dict[str, Any]:
+        """Return the arguments with which `from_saved` creates an equal chat, except the tokenizer."""
+        options = dict(self.template.options)
+        return {"format": self.format.name, "history": self.history, "stop": list(self.stop), "options": options}
 
     def _create_caches(self) -> None:
         self._render_cache: dict[str, tuple[int, ...]] = {}
@@ -177,7 +208,7 @@ class Chat(Displayable):
 
     def require_tools(self) -> None:
         """Raise a ChatTemplateError if tool calls cannot be parsed or tool results cannot be appended."""
-        self._require_append("tool")
+        self.require_append("tool")
         template = self.template
         unreadable = self.detected_format is None and template.calls is not None and template.shows_tools
         if unreadable and self.format in formats.NATIVE:
@@ -206,7 +237,7 @@ class Chat(Displayable):
         """
         messages = normalize_messages(messages, "observation")
         for kind in _following_roles(messages):
-            self._require_append(kind)
+            self.require_append(kind)
         ids = self._encode_messages(self._adapt_messages(messages), self._visible_tools(tools), after_action=True)
         for count in range(min(len(after), len(ids), 4), 0, -1):
             if ids[count - 1] in self.stop_ids and tuple(after[-count:]) == ids[:count]:
@@ -222,7 +253,8 @@ class Chat(Displayable):
         """Return True if history="rerender" and `messages` cannot be appended exactly."""
         return self.history == "rerender" and any(map(self.append_violation, _following_roles(messages)))
 
-    def _require_append(self, following: FollowingRole) -> None:
+    def require_append(self, following: FollowingRole) -> None:
+        """Raise a ChatTemplateError if `history` does not allow appending tool results or user messages."""
         if self.history == "exact" and (reason := self.append_violation(following)):
             what = "tool results" if following == "tool" else "a user's message after an answer"
             raise ChatTemplateError(
@@ -235,10 +267,17 @@ class Chat(Displayable):
     @property
     def _results_as_user(self) -> bool:
         """True if tool results are rendered as user messages."""
-        return not self.format.native or self.template.tool_role == "user"
+        return not self._in_template_format or self.template.tool_role == "user"
+
+    @property
+    def _in_template_format(self) -> bool:
+        """True if the model writes calls as the template renders them, as far as known."""
+        return self.format.native and isinstance(self.format, type(self.detected_format or self.format))
 
     def _adapt_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Convert tool results to user messages if necessary, merging consecutive results into one message."""
+        """Convert calls to text, and tool results to user messages, if necessary. Consecutive results are merged."""
+        if self.template.calls is None or not self._in_template_format:
+            messages = [self._with_written_calls(message) for message in messages]
         if not self._results_as_user:
             return list(messages)
         adapted: list[Message] = []
@@ -250,13 +289,21 @@ class Chat(Displayable):
                 adapted += group
         return adapted
 
+    def _with_written_calls(self, message: Message) -> Message:
+        """Return an assistant message with its calls appended to the text, as the model writes them."""
+        given = [(call["id"], call["function"]) for call in message.get("tool_calls") or ()]
+        calls = [self.format.render_call(ToolCall(id, call["name"], call["arguments"])) for id, call in given]
+        texts = [text for text in (message["content"], *calls) if text]
+        return {k: v for k, v in message.items() if k != "tool_calls"} | {"content": "\n".join(texts)}
+
     def _visible_tools(self, tools: Schemas) -> Schemas:
         """Return the schemas to pass to the template, or () if it ignores them or expects another call format."""
-        return tools if tools and self.format.native and self.template.shows_tools else ()
+        return tools if tools and self._in_template_format and self.template.shows_tools else ()
 
     def _prepare(self, messages: Sequence[Message], tools: Schemas) -> tuple[list[Message], Schemas]:
         """Return the messages and tool schemas to render, with the format's instructions if necessary."""
-        adapted, shown = self._adapt_messages(messages), self._visible_tools(tools)
+        adapted = self.template.pair_results(self._adapt_messages(messages))
+        shown = self._visible_tools(tools)
         if not tools or shown:
             return adapted, shown
         # Instructions go into the system message, or the first message if the template has no system role.
@@ -333,9 +380,9 @@ class Chat(Displayable):
         """Encode text that follows `anchor`, and return only the ids of the text."""
         return self.encode(anchor + text)[len(self.encode(anchor)) :] if anchor else self.encode(text)
 
-    def _stop_ids(self, more: Sequence[str]) -> tuple[int, ...]:
+    def _stop_ids(self) -> tuple[int, ...]:
         stops: list[int] = []
-        for text in (*self.template.stops(), *((more,) if isinstance(more, str) else more)):
+        for text in (*self.template.stops(), *self.stop):
             ids = self.encode(text)
             if len(ids) != 1:
                 raise SettingsError(

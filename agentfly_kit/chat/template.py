@@ -223,6 +223,28 @@ class Template:
                 )
         self._visible.add(key)
 
+    @functools.cached_property
+    def takes_lone_results(self) -> bool:
+        """True if the template renders tool results without a call, such as those of calls that could not be parsed."""
+        return "qztoolzq" in self._probe(_USER, self._answer_message("?"), _tool_result("qztoolzq"))
+
+    def pair_results(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages with one call per message, and results without a call as user messages, if necessary."""
+        out: list[Message] = []
+        calls: dict[Any, Any] = {}
+        for message in messages:
+            if message["role"] == "assistant":
+                calls = {call["id"]: call for call in message.get("tool_calls") or ()}
+                if len(calls) > 1 and not self.takes_two_calls:
+                    message = {**message, "tool_calls": [next(iter(calls.values()))]}
+            elif message["role"] == "tool" and calls and not self.takes_two_calls and out[-1]["role"] == "tool":
+                called = [call for id, call in calls.items() if id == message.get("tool_call_id")]
+                out += [{**self._answer_message(""), "tool_calls": called}] if called else []
+            if message["role"] == "tool" and message.get("tool_call_id") not in calls and not self.takes_lone_results:
+                message = {"role": "user", "content": message["content"]}
+            out.append(message)
+        return out
+
     # --- text after an action ---
 
     def text_after_action(self, following: Sequence[Message], tools: Schemas = ()) -> str:
@@ -316,12 +338,13 @@ class Template:
         if self.tool_role == "user":
             return self._grow_plans("uuu", thought)
         if kind == "tool":
-            return self._grow_plans("1211" if self.takes_two_calls() else "1111", thought)
+            return self._grow_plans("1211" if self.takes_two_calls else "1111", thought)
         mixed = not self._find_violation("tool", thought)
         return self._grow_plans("uuu", thought) or (self._grow_plans("1u1u", thought) if mixed else "")
 
+    @functools.cached_property
     def takes_two_calls(self) -> bool:
-        """Return True if the template renders the results of two tool calls made in one message."""
+        """True if the template renders the results of two tool calls made in one message."""
         results = [_tool_result("qztold0zq", 0), _tool_result("qztold1zq", 1)]
         action = self._call_message(results, {"x": "qzsaidzq"}) if self.calls else self._answer_message("qzsaidzq")
         text = self._probe(_USER, action, *results, generate=True)

@@ -23,6 +23,11 @@ from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import ChatTemplateError, EngineError, SettingsError, check_count, check_positive
 from agentfly_kit.types import Message, Sample, Sampling, ToolCall, TurnRequest
 
+# Sampling from the unmodified distribution.
+_NEUTRAL = {
+    "top_p": 1.0, "top_k": 0, "min_p": 0.0,
+    "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+}  # fmt: skip
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 # Maximum wait before a retry in seconds, even if the server's Retry-After is longer.
 _MAX_RETRY_WAIT = 30.0
@@ -113,6 +118,8 @@ class OpenAIEngine(Engine):
         # True if the server returns logprobs after temperature scaling.
         self._logprobs_tempered = False
         self._extra = dict(extra_body or {})
+        # Name of the field in which the server returns thinking, and expects it in earlier messages.
+        self._thinking_field = "reasoning_content"
         self._length = max_length
         self.weights = weights
         # Dtype of the served model, known after the first update.
@@ -272,12 +279,19 @@ class OpenAIEngine(Engine):
                 f"{sampling}: the server does not report the probability mass removed by truncation, so the recorded "
                 "logprobs would be wrong; sample without truncation, or evaluate with tokens='none'"
             )
+        if changed := {k: v for k, v in self._extra.items() if v != _NEUTRAL.get(k, v)}:
+            raise EngineError(
+                "extra_body must not change sampling with exact tokens, because the recorded logprobs would be wrong, "
+                f"got {changed!r}"
+            )
         if not self._logprobs_tempered and sampling.temperature not in (0.0, 1.0):
             raise EngineError(
                 f"temperature={sampling.temperature}: this server returns logprobs before temperature scaling; sample "
                 f"at temperature 1, or serve with {SERVE_COMMAND}"
             )
         limit = min(sampling.max_tokens, self.max_length - len(ids))
+        if limit < 1:
+            raise EngineError(f"{len(ids)} ids leave no space for an action in a context of {self.max_length} tokens")
         version, failed_updates = self._version, self._failed_updates
         answer = await self._request("POST", "/completions", self._completion(ids, sampling, limit))
         if self._failed_updates != failed_updates:
@@ -311,6 +325,8 @@ class OpenAIEngine(Engine):
             "max_tokens": limit or sampling.max_tokens,
             "temperature": sampling.temperature,
             "logprobs": 1,
+            # Otherwise the server takes them from the model's generation_config.json, and the logprobs are wrong.
+            **_NEUTRAL,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
             "add_special_tokens": False,
@@ -324,7 +340,7 @@ class OpenAIEngine(Engine):
     async def _sample_text(self, request: TurnRequest, sampling: Sampling, began: float) -> Sample:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": _wire_messages(request.messages),
+            "messages": _wire_messages(request.messages, self._thinking_field),
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_tokens,
         }
@@ -348,8 +364,11 @@ class OpenAIEngine(Engine):
             message = choice["message"]
             text = message.get("content") or ""
             calls = tuple(_parse_tool_call(call, i) for i, call in enumerate(message.get("tool_calls") or ()))
+            fields = [name for name in ("reasoning_content", "reasoning") if isinstance(message.get(name), str)]
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise EngineError(f"{self.base_url} returned no chat completion: {_shortened(answer)}") from error
+        if fields:
+            self._thinking_field = fields[0]
         used = answer.get("usage") or {}
         self.sampled += int(used.get("completion_tokens") or 0)
         return Sample(
@@ -360,6 +379,7 @@ class OpenAIEngine(Engine):
             versions=None,
             text=text,
             calls=calls or None,
+            thinking=message[fields[0]] if fields else None,
             seconds=time.perf_counter() - began,
         )
 
@@ -383,7 +403,10 @@ class OpenAIEngine(Engine):
             choice = answer["choices"][0]
             given = zip(choice["prompt_logprobs"], before, strict=True)
             scored = [float(by_id[str(i)]["logprob"]) for by_id, i in itertools.islice(given, 1, None)]
-            return (*scored, float(choice["logprobs"]["top_logprobs"][0][f"token_id:{last}"]))
+            scored.append(float(choice["logprobs"]["top_logprobs"][0][f"token_id:{last}"]))
+            if not math.isfinite(sum(scored)):
+                raise ValueError("a logprob is not finite")
+            return tuple(scored)
         except (KeyError, IndexError, TypeError, ValueError) as error:
             raise EngineError(f"{self.base_url} returned no logprobs of the given ids: {_shortened(answer)}") from error
 
@@ -524,8 +547,10 @@ class Refused(EngineError):
         self.status = status
 
 
-def _wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
+def _wire_messages(messages: Sequence[Message], thinking_field: str) -> list[dict[str, Any]]:
     """Convert messages to the OpenAI format, in which the arguments of tool calls are JSON strings.
+
+    Thinking is sent in `thinking_field`, because some servers reject a conversation with tool calls that lacks it.
 
     The API requires that a tool result follows its call. The result of a call that could not be parsed has no
     matching call and is sent as a user message.
@@ -534,6 +559,8 @@ def _wire_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     open_calls: set[str] = set()
     for message in messages:
         sent = {k: v for k, v in message.items() if k in ("role", "content", "name", "tool_call_id")}
+        if message["role"] == "assistant" and message.get("thinking"):
+            sent[thinking_field] = message["thinking"]
         calls = message.get("tool_calls") or ()
         if calls:
             sent["tool_calls"] = [

@@ -27,7 +27,9 @@ check_task(task)    Called for every task before a rollout starts, on an instanc
 reset(...)          Called before each chain. Must reset all state, because one object serves many chains in turn.
                     Parameters are filled by name: `task`, `seed`, and fields of the task; `**fields` receives all
                     fields. The return value (a string, messages or None) is appended to the task's prompt.
-tools               Methods decorated with @af.tool. Sync methods run in a thread, async methods on the event loop.
+tools               Methods decorated with @af.tool. Sync methods run in a thread, async methods on the event loop. All
+                    sync methods of an instance run in one thread, in order. An instance is replaced after a chain in
+                    which a call was cancelled or has timed out, because the call may continue.
 done                True once the episode is over: the chain then stops with `env_done`. Optional.
 reward(...)         Score of the chain. Parameters are filled by name: `state`, and everything else that rewards may
                     request (final, trajectory, context, a task field, a sandbox by its class). Optional;
@@ -46,8 +48,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from agentfly_kit._async import threads
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.errors import SandboxError, SettingsError, TaskError
+from agentfly_kit.errors import SandboxError, SettingsError, TaskError, is_host_failure
 from agentfly_kit.pool import environment as environments
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import Reward, RewardSet
@@ -102,11 +105,13 @@ class EnvironmentTool(Tool[..., Any]):
         try:
             sandbox_type: type[Any] = self.sandbox_type
             async with context.using(sandbox_type) as environment:
-                if _episode_is_done(environment):
+                if await _episode_is_done(environment):
                     return ToolResult(False, OVER)
                 method = Tool.__get__(self, environment)
                 result = await Tool.invoke(method, arguments, context, raising=raising)
-                return replace(result, env_done=True) if _episode_is_done(environment) else result
+                if result.error is not None and result.error.host:
+                    threads.discard()
+                return replace(result, env_done=True) if await _episode_is_done(environment) else result
         except Exception as error:  # raised by the pool, `reset` or `done`
             if raising:
                 raise
@@ -170,11 +175,8 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
         ready = {"context": context, "trajectory": trajectory}
         more |= {name: value for name, value in ready.items() if name in names}
         if "state" in names:
-            more["state"] = state(environment)
-        outcome = await functions.call_user_function(getattr(environment, name), more)
-        if outcome.error is not None:
-            raise outcome.error
-        return outcome.value
+            more["state"] = await _call(state, environment=environment)
+        return await _call(getattr(environment, name), **more)
 
     sandboxes = {name: given for name, given in _hints(method).items() if _is_sandbox(given)}
     own = inspect.Parameter("environment", inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -222,7 +224,7 @@ async def _replay(environment: Any, sandbox_type: type, context: Context, trajec
     methods = {tool.name: tool for tool in tools(sandbox_type)}
     for call in trajectory.tool_calls:
         if call.error is None and call.name in methods and call.result is not None:
-            if _episode_is_done(environment):
+            if await _episode_is_done(environment):
                 return
             got = await Tool.invoke(Tool.__get__(methods[call.name], environment), call.arguments, context)
             if (got.ok, got.observation) != (call.result.ok, call.result.observation):
@@ -332,7 +334,23 @@ def agent(
 _tools, _reward = tools, reward  # `agent` has parameters named `tools` and `reward`
 
 
-def _episode_is_done(environment: Any) -> bool:
-    """Return the environment's `done` (an attribute, a property or a method), or False if it is not defined."""
-    done = getattr(environment, "done", False)
-    return bool(done() if callable(done) else done)
+async def _call(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Call a function of the environment that the current task uses, in its thread if it is sync."""
+    outcome = await functions.call_user_function(function, arguments)
+    if outcome.error is not None:
+        if is_host_failure(outcome.error):
+            threads.discard()
+        raise outcome.error
+    return outcome.value
+
+
+async def _episode_is_done(environment: Any) -> bool:
+    """Return the environment's `done` (an attribute, a property or a method), or False if it is not defined.
+
+    A property or method would wait for a call that was given up, so it counts as False then.
+    """
+    is_property = isinstance(getattr(type(environment), "done", False), property)
+    done = (lambda: environment.done) if is_property else getattr(environment, "done", False)
+    if not callable(done):
+        return bool(done)
+    return not any(worker.busy for worker in threads.current()) and bool(await _call(done))

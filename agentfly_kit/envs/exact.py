@@ -131,13 +131,25 @@ def _bracketed(text: str) -> str:
     return text if re.fullmatch(r"\w+", text) else f"({text})"
 
 
+def boxed(text: str) -> str:
+    """Return the content of the last `\\boxed{...}` in a text, or the whole text if there is none."""
+    _, found, content = text.rpartition("\\boxed{")
+    depth = 1
+    for end, char in enumerate(content if found else ""):
+        depth += (char == "{") - (char == "}")
+        if depth == 0:
+            return content[:end]
+    return text
+
+
 def same(a: str, b: str) -> bool | None:
     """Return True if two expressions have the same value, such as 2/4 and 1/2 or 8^(1/2) and 2*2^(1/2).
 
-    Rational values are compared exactly, others to 900 digits. Returns None if either expression is not arithmetic.
+    If a text contains `\\boxed{...}`, its content is the expression. Rational values are compared exactly, others to
+    900 digits. Returns None if either expression is not arithmetic.
     """
     try:
-        one, other = value(a), value(b)
+        one, other = value(boxed(a)), value(boxed(b))
     except NotArithmetic:
         return None
     difference = one - other
@@ -145,3 +157,15 @@ def same(a: str, b: str) -> bool | None:
         return bool(difference == 0)
     one, other = (number.evalf(_PRECISION) for number in (one, other))
     return bool(abs(one - other) * 10**_COMPARED <= max(1, abs(one), abs(other)))
+
+
+def equivalent(response: str | None, answer: str | float) -> bool:
+    """Return whether a response equals the reference answer, without a sandbox.
+
+    If a text contains `\\boxed{...}`, its content is compared. Two arithmetic expressions are compared by value, other
+    texts as strings. For LaTeX such as sets and intervals, use the reward of `af.envs.math`.
+    """
+    if response is None:
+        return False
+    exactly = same(response, str(answer))
+    return boxed(response).strip() == boxed(str(answer)).strip() if exactly is None else exactly

@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from agentfly_kit import task_files
 from agentfly_kit import tasks as task_sets
@@ -26,6 +26,9 @@ from agentfly_kit.envs import base
 from agentfly_kit.errors import SettingsError, TaskError, check_count
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.types import Message, Sample, Sampling, Task, ToolCall, TurnRequest
+
+if TYPE_CHECKING:
+    from agentfly_kit.policy.policy import Policy
 
 # Action of a scripted player: an answer, or the name of a tool and its arguments.
 Move: TypeAlias = "str | tuple[str, Mapping[str, Any]]"
@@ -177,16 +180,28 @@ class Family(Displayable):
         settings.setdefault("sampling", Sampling(max_tokens=self.max_tokens))
         return base.agent(self.environment, engine, chat=chat, **settings)
 
-    def expert(self, **settings: Any) -> Agent:
-        """Create an agent whose scripted player solves the tasks. Its reward is an upper bound for any policy."""
-        return self._played(self.expert_player, settings)
+    def expert(self, policy: Policy | None = None, **settings: Any) -> Agent:
+        """Create an agent whose scripted player solves the tasks. Its reward is an upper bound for any policy.
 
-    def random_agent(self, **settings: Any) -> Agent:
-        """Create an agent whose scripted player makes random calls and answers. Its reward is the chance level."""
-        return self._played(self.random_player, settings)
+        Args:
+            policy: the policy that is to imitate the expert, whose tokenizer and chat template the agent then uses.
+            **settings: as for `agent`.
+        """
+        return self._played(self.expert_player, policy, settings)
 
-    def _played(self, player: ScriptedPlayer, settings: dict[str, Any]) -> Agent:
-        chat = settings.pop("chat", None) or small_chat()
+    def random_agent(self, policy: Policy | None = None, **settings: Any) -> Agent:
+        """Create an agent whose scripted player makes random calls and answers. Its reward is the chance level.
+
+        The arguments are those of `expert`.
+        """
+        return self._played(self.random_player, policy, settings)
+
+    def _played(self, player: ScriptedPlayer, policy: Policy | None, settings: dict[str, Any]) -> Agent:
+        chat = settings.pop("chat", None)
+        if policy is not None and not isinstance(getattr(policy, "chat", None), Chat):
+            raise SettingsError(f"policy must be a policy such as af.tiny.policy(), or None, got {policy!r}")
+        if chat is None:
+            chat = small_chat() if policy is None else policy.chat
         return self.agent(PlayerEngine(player, chat), chat=chat, **settings)
 
     def __repr__(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import math
 import string
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -12,8 +13,10 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+from agentfly_kit._async.threads import Worker
 from agentfly_kit.envs import base
-from agentfly_kit.errors import RewardError, SettingsError
+from agentfly_kit.errors import RewardError, SandboxError, SettingsError
+from agentfly_kit.pool import calls
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.tool import ToolSet, tool
@@ -32,12 +35,14 @@ def from_env(
     One of three protocols is detected from what `reset` and `step` return. Both methods may be sync or async.
 
     - Gymnasium: `reset` returns (observation, info), `step` returns (observation, reward, terminated, truncated, info).
+      In Gym before 0.26, `reset` returns an observation and `step` (observation, reward, done, info).
     - TextArena with one player: `get_observation()` returns (player, text), `step` returns (done, info), and `close()`
       returns the rewards. If a text starts with the previous text, only the new part is shown to the model.
     - OpenEnv: `reset` and `step` return an object with `observation`, `reward` and `done`.
 
     `seed` (the task's seed), `options` (a task field) and `num_players=1` are passed to `reset` if it accepts them. The
-    reward of each step is a turn reward, and the metric `total` is the sum of these rewards. By default, a chain with a
+    reward of each step is a turn reward, and the metric `total` is the sum of these rewards. To train with
+    an estimator of outcomes such as "grpo", set `TrainConfig(sum_turn_rewards=True)`. By default, a chain with a
     positive sum succeeds; `af.envs.agent(..., success=)` sets another rule. The environment cannot be forked.
 
     Args:
@@ -48,7 +53,8 @@ def from_env(
         name: name of the tool.
 
     Raises:  SettingsError if `make` is a class without `reset` or `step`, or `action` is empty. If `make` is a
-        function, the environment that it returns is checked when it is created.
+        function, the environment that it returns is checked when it is created. If a step returns anything else, such
+        as the rewards of several environments or agents, the chain ends with a SandboxError and is not scored.
     """
     if not callable(make):
         raise SettingsError(f"make must be a class or a function that returns an environment, got {make!r}")
@@ -97,29 +103,35 @@ def from_env(
                 text = show(self.observation)
                 seen, self._seen = self._seen, text
                 return text.removeprefix(seen).lstrip("\n") if seen else text
-            self.observation = result[0] if isinstance(result, tuple) else getattr(result, "observation", result)
+            # The last of several values is `info`. `reset` of Gym before 0.26 returns only an observation.
+            pair = isinstance(result, tuple) and len(result) > 1 and isinstance(result[-1], Mapping | None)
+            self.observation = result[0] if pair else getattr(result, "observation", result)
             return show(self.observation)
 
         def _stepped(self, result: Any) -> ToolResult:
-            gain: Any = 0.0
-            if isinstance(result, tuple) and len(result) == 5:
-                _, gain, terminated, truncated, _ = result
-                self.done = bool(terminated or truncated)
-            elif isinstance(result, tuple) and len(result) == 2 and hasattr(self.env, "get_observation"):
-                self.done = bool(result[0])
-            elif hasattr(result, "observation") and hasattr(result, "done"):
-                gain, self.done = result.reward, bool(result.done)
-            else:
-                raise SettingsError(
-                    f"{type(self.env).__name__}.step must return a result as in Gymnasium, TextArena or OpenEnv, "
-                    f"got {result!r:.80}"
-                )
+            plays = hasattr(self.env, "get_observation")
+            values: Any = None
+            if hasattr(result, "observation"):
+                values = getattr(result, "reward", {}), getattr(result, "done", {})
+            elif isinstance(result, tuple) and plays and len(result) == 2:
+                values = 0.0, result[0]
+            elif isinstance(result, tuple) and len(result) in (4, 5) and isinstance(result[-1], Mapping | None):
+                values = result[1:-1]
+            try:
+                gain, *ends = map(_number, values)
+            except (TypeError, ValueError):
+                # The model is not to blame, so the chain must not be scored.
+                raise SandboxError(
+                    f"{type(self.env).__name__}.step must return a result as in Gymnasium, TextArena or OpenEnv, with "
+                    f"one finite reward, got {result!r:.80}"
+                ) from None
+            self.done = any(ends)
             text = self._text(result)
-            if self.done and hasattr(self.env, "get_observation"):
+            if self.done and plays:
                 rewards = self.env.close()
-                gain = ((rewards[0] if isinstance(rewards, tuple) else rewards) or {}).get(0, 0.0)
-            self.total += float(gain or 0.0)
-            return ToolResult(True, text, reward=float(gain or 0.0))
+                gain = float(((rewards[0] if isinstance(rewards, tuple) else rewards) or {}).get(0, 0.0))
+            self.total += gain
+            return ToolResult(True, text, reward=gain)
 
         def reward(self) -> dict[str, float]:
             # The step rewards already count as turn rewards, so the final reward is 0.
@@ -142,6 +154,13 @@ def _require_methods(environment: Any, name: str) -> None:
             raise SettingsError(
                 f"{name} must have a method {method}, as environments of Gymnasium, TextArena and OpenEnv do"
             )
+
+
+def _number(value: Any) -> float:
+    """Convert a reward or flag to a number. Raise TypeError or ValueError for NaN, arrays and collections."""
+    if getattr(value, "shape", ()) or not math.isfinite(number := float(0.0 if value is None else value)):
+        raise ValueError
+    return number
 
 
 def _then(value: Any, finish: Callable[[Any], Any]) -> Any:
@@ -178,16 +197,23 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
         observation_space = gymnasium.spaces.Text(65536, min_length=0, charset=string.printable)
 
         def __init__(self) -> None:
-            self.environment = sandbox_type()
+            self.loop = _Loop()
+            self._create()
             self.pools: list[Pool[Any]] = [Pool(kind, size=1) for kind in wanted]
             self.context: Context | None = None
-            self.loop = _Loop()
+
+        def _create(self) -> None:
+            self.worker = Worker()
+            self.environment = self.loop.wait(calls.create(self.worker, sandbox_type, sandbox_type))
 
         def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
             super().reset(seed=seed)
             begun = task if seed is None else replace(task, fields=task.fields | {"seed": seed})
             self._release()
-            own: Any = _SingleSandboxPool(sandbox_type, self.environment)
+            if self.worker.discarded:  # a call that was given up may still change the environment
+                calls.end(SimpleNamespace(worker=self.worker, sandbox=self.environment))
+                self._create()
+            own: Any = _SingleSandboxPool(sandbox_type, self.environment, self.worker)
             self.context = Context(begun, pools=[own, *self.pools])
             self.loop.wait(self.context.sandbox(sandbox_type))
             opening = self.context.reset_results.get(sandbox_type)
@@ -226,10 +252,10 @@ def to_gymnasium(sandbox_type: type, task: Task) -> Any:
             self._release()
             for pool in self.pools:
                 self.loop.wait(pool.close())
-            if callable(close := getattr(self.environment, "close", None)):
-                closed = close()
-                if inspect.isawaitable(closed):
-                    self.loop.wait(closed)
+            if self.worker.busy:
+                calls.end(SimpleNamespace(worker=self.worker, sandbox=self.environment))
+            else:
+                self.loop.wait(calls.call(self.worker, getattr(self.environment, "close", None)))
 
     return Env()
 
@@ -264,12 +290,13 @@ class _SingleSandboxPool:
 
     revoked = ""
 
-    def __init__(self, sandbox_type: type, sandbox: Any) -> None:
+    def __init__(self, sandbox_type: type, sandbox: Any, worker: Worker) -> None:
         self.sandbox_type = sandbox_type
         self.sandbox = sandbox
+        self.worker = worker
         self.turn: object = None
 
     async def acquire(self, owner: str, *, run: str, queue: bool = True) -> _SingleSandboxPool:
         return self
 
-    async def release(self, lease: Any) -> None: ...
+    async def release(self, lease: Any, *, reusable: bool = True) -> None: ...

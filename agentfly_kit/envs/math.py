@@ -36,7 +36,7 @@ class Math(Calculator):
     reward_sandboxes = (MathVerifier,)
 
     async def reward(self, final: str | None, answer: str | float, context: Context) -> float:  # type: ignore[override]
-        """Return 1 if the final text is equivalent to the answer, else 0.
+        """Return 1 if the final text, or the content of its last `\\boxed{...}`, is equivalent to the answer, else 0.
 
         Two arithmetic expressions are compared by value, other texts as strings. If such strings differ and the package
         math-verify is installed (`pip install "agentfly_kit[envs]"`), a final text of at most 500 characters is checked
@@ -44,14 +44,13 @@ class Math(Calculator):
         """
         if final is None:
             return 0.0
-        exactly = exact.same(final, str(answer))
-        if exactly is not None:
-            return float(exactly)
-        if final.strip() == str(answer).strip():
+        given, expected = exact.boxed(final), exact.boxed(str(answer))
+        if exact.equivalent(given, expected):
             return 1.0
-        if len(final) > _LONGEST or importlib.util.find_spec("math_verify") is None:
+        decided = exact.same(given, expected) is not None or len(given) > _LONGEST
+        if decided or importlib.util.find_spec("math_verify") is None:
             return 0.0
-        return await (await context.sandbox(MathVerifier)).score(_VERIFY, (str(answer), final))
+        return await (await context.sandbox(MathVerifier)).score(_VERIFY, (expected, given))
 
 
 _FORMS = (

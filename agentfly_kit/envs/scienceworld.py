@@ -17,14 +17,18 @@ import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from agentfly_kit import task_files
+from agentfly_kit._async import threads
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.envs.family import Family, Move, tool_outputs
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError, check_count
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
+
+if TYPE_CHECKING:
+    from agentfly_kit.policy.policy import Policy
 
 # Maps a kind of task to its number of variations in the simulator, 7,207 in total.
 VARIATIONS: Mapping[str, int] = task_files.bundled_json("vocabularies", "scienceworld.json")
@@ -203,7 +207,7 @@ class ScienceWorld:
         self._simulator: Simulator | None = None
 
     async def start(self) -> None:
-        self._simulator = await asyncio.to_thread(Simulator, self.memory_mb)
+        self._simulator = await threads.call(Simulator, self.memory_mb)
 
     @property
     def alive(self) -> bool:
@@ -220,7 +224,7 @@ class ScienceWorld:
 
     async def close(self) -> None:
         if self._simulator is not None:
-            await asyncio.to_thread(self._simulator.close)
+            await threads.call(self._simulator.close)
 
     async def _ask(self, method: str, *given: Any) -> Any:
         """Call a method of the simulator in a thread, or raise SandboxError if the process is not running."""
@@ -228,7 +232,7 @@ class ScienceWorld:
         if simulator is None:
             raise SandboxError("this ScienceWorld is not started: lease it from a pool, or await its start()")
         try:
-            return await asyncio.to_thread(getattr(simulator, method), *given)
+            return await threads.call(getattr(simulator, method), *given)
         except Exception as error:
             await asyncio.sleep(0.05)  # a process exit takes a moment to become visible
             if not simulator.alive:
@@ -367,8 +371,8 @@ family = Family(
 tasks, agent, random_agent = family.tasks, family.agent, family.random_agent
 
 
-def expert(**settings: Any) -> Agent:
+def expert(policy: Policy | None = None, **settings: Any) -> Agent:
     """Create an agent that follows the simulator's own solutions, which have up to 178 commands."""
     if "pool" not in settings:
         settings["options"] = {"gold": True, "steps": 250, **(settings.get("options") or {})}
-    return family.expert(**{"max_turns": 250, **settings})
+    return family.expert(policy, **{"max_turns": 250, **settings})

@@ -384,7 +384,7 @@ _SHAPE = {
 
 def policy(policy: Policy) -> str:
     model = policy.model.get_base_model() if policy.has_adapter else policy.model
-    config = model.config
+    config = model.config.get_text_config()
     shape = {name: getattr(config, key) for name, key in _SHAPE.items() if isinstance(getattr(config, key, None), int)}
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
     value = {"ValueHead": "a linear head", "Critic": "a separate critic"}.get(type(policy.value_head).__name__, "none")

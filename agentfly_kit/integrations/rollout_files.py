@@ -114,7 +114,7 @@ class _Record:
 def _records(row: Any, location: str) -> Iterator[_Record]:
     if not isinstance(row, Mapping):
         raise TaskError(f"{location}: a row must be an object, got {row!r:.60}")
-    columns: dict[str, Any] = _to_python(dict(row))
+    columns = {str(name): task_files.to_python(value) for name, value in row.items()}
     reward: tuple[str, ...] = tuple(name for name in ("reward", "score") if name in columns)[:1]
     if isinstance(columns.get("traces"), list):
         for trace in columns["traces"]:
@@ -197,15 +197,6 @@ def _as_messages(given: Any, role: str, location: str) -> list[Message]:
 
 def _get(given: Any, name: str) -> Any:
     return given.get(name) if isinstance(given, Mapping) else None
-
-
-def _to_python(value: Any) -> Any:
-    """Convert the NumPy arrays and scalars that pandas reads from a parquet file."""
-    if hasattr(value, "tolist"):
-        value = value.tolist()
-    if isinstance(value, dict):
-        return {str(name): _to_python(part) for name, part in value.items()}
-    return [_to_python(part) for part in value] if isinstance(value, list) else value
 
 
 def _is_number(value: Any) -> bool:
@@ -331,8 +322,7 @@ def _call(given: Any, index: int) -> ToolCall:
     id, name = str(_get(given, "id") or f"call-{index}"), str(_get(function, "name") or "")
     if not isinstance(arguments, Mapping):
         return ToolCall(id, name, {}, error="the arguments are not a JSON object", raw=str(raw))
-    # In a parquet column, all calls have the same arguments. Those that were not passed are None.
-    return ToolCall(id, name, {key: value for key, value in arguments.items() if value is not None})
+    return ToolCall(id, name, dict(arguments))
 
 
 def _parsed(value: Any) -> Any:

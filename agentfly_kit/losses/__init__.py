@@ -22,12 +22,10 @@ from agentfly_kit.losses.reduction import AggregateMode as AggregateMode
 from agentfly_kit.losses.reduction import aggregate
 from agentfly_kit.losses.surrogates import (
     cispo,
-    clip_cov,
     clipped,
     dppo,
     gmpo,
     gspo,
-    kl_cov,
     ppo,
     reinforce,
     sapo,
@@ -35,6 +33,6 @@ from agentfly_kit.losses.surrogates import (
 )
 
 __all__ = [
-    "adaptive_kl_coef", "aggregate", "approx_kl", "cispo", "clip_cov", "clipped", "dppo", "effective_sample_size",
-    "gmpo", "gspo", "importance_weights", "kl", "kl_cov", "ppo", "reinforce", "sapo", "value",
+    "adaptive_kl_coef", "aggregate", "approx_kl", "cispo", "clipped", "dppo", "effective_sample_size",
+    "gmpo", "gspo", "importance_weights", "kl", "ppo", "reinforce", "sapo", "value",
 ]  # fmt: skip

@@ -207,69 +207,6 @@ def dppo(
     return torch.where(dropped, 0.0, -torch.exp(d) * a)
 
 
-def _covariance(logprobs: Tensor, advantages: Tensor, m: Tensor) -> Tensor:
-    """Return (A - mean A)(log p - mean log p) of each token, where A is the advantage; -inf where the mask is 0."""
-    lp, a = masked(logprobs, m, "logprobs").detach(), masked(advantages, m, "advantages")
-    n = m.sum().clamp(min=1)
-    return torch.where(m, (a - a.sum() / n) * (lp - lp.sum() / n), -torch.inf)
-
-
-def clip_cov(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    clip: float = 0.2,
-    clip_high: float | None = None,
-    *,
-    share: float = 2e-4,
-    low: float = 1.0,
-    high: float = 5.0,
-    seed: int = 0,
-) -> Tensor:
-    """PPO loss, set to 0 at a few randomly chosen tokens whose updates would strongly reduce the entropy.
-
-    Candidates are tokens at which the clip is not active and the covariance of advantage and logprob is between `low`
-    and `high`. A fraction `share` of all action tokens is drawn from them, at least one if there are candidates. Pass a
-    whole minibatch, and a different seed for each call.
-
-    Shapes:  each (B rows, T tokens) -> (B, T).
-    Source:  The Entropy Mechanism of RL for Reasoning Language Models, arXiv 2505.22617 (Clip-Cov).
-    """
-    per_token = ppo(logprobs, old_logprobs, advantages, mask, clip, clip_high)
-    m = as_bool_mask(mask, logprobs)
-    cov = _covariance(logprobs, advantages, m)
-    free = ~clipped(logprobs, old_logprobs, advantages, mask, clip, clip_high)
-    candidates = ((cov > low) & (cov < high) & free).flatten().nonzero().flatten()
-    n = max(int(share * int(m.sum())), 1)
-    order = torch.randperm(len(candidates), generator=torch.Generator().manual_seed(seed)).to(candidates.device)
-    taken = torch.zeros_like(m).flatten().index_fill(0, candidates[order[:n]], True).view_as(m)
-    return torch.where(taken, 0.0, per_token)
-
-
-def kl_cov(
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    *,
-    share: float = 2e-4,
-    coef: float = 1.0,
-) -> Tensor:
-    """Unclipped loss -ratio A, plus coef |log ratio| at the tokens whose advantage A and logprob have high covariance.
-
-    The penalty applies to a fraction `share` of the action tokens, but at least to one token. Pass a whole minibatch.
-
-    Shapes:  each (B rows, T tokens) -> (B, T).
-    Source:  arXiv 2505.22617 (KL-Cov); the penalty |log ratio| is that of the authors' code.
-    """
-    d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
-    loss = -torch.exp(d) * a
-    chosen = _covariance(logprobs, advantages, m).flatten().topk(max(int(share * int(m.sum())), 1)).indices
-    held = torch.zeros_like(m).flatten().index_fill(0, chosen, True).view_as(m)
-    return loss + torch.where(held, coef * d.abs(), 0.0)
-
-
 def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None) -> Tensor:
     """Half the squared error of the values with respect to the returns.
 

@@ -87,7 +87,9 @@ class LanguageModel:
 
     @property
     def decoder(self) -> Any:
-        """The model without its output matrix."""
+        """The model without its output matrix, in evaluation mode, which other libraries leave when they train it."""
+        if self.model.training:
+            self.model.eval()
         decoder = self.model.get_decoder()
         return self.model.model if decoder is self.model else decoder
 
@@ -108,7 +110,7 @@ class LanguageModel:
         """Maximum context length of the model in tokens."""
         config = self.model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
-        # Limit longrope to the original length, because one token beyond it changes the rotation of the whole batch.
+        # The context of longrope ends at the original length; see `micro_batches`.
         limit = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
         return int(limit or getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
@@ -156,23 +158,46 @@ class LanguageModel:
         """Return the float32 logits of N hidden states over a vocabulary of V tokens: (N, d) -> (N, V).
 
         Raises:
-            PolicyError: If the model transforms its logits after the output matrix, for instance by soft-capping.
+            PolicyError: If the model scales or soft-caps its logits.
         """
+        self.check_head()
+        return cast(Tensor, self.model.get_output_embeddings()(hidden)).float()
+
+    def check_head(self) -> None:
+        """Raise PolicyError unless the logits are the product of the last hidden states and the output matrix."""
         if not self._has_plain_head:
             raise PolicyError(
                 f"the logits of {type(self.model).__name__} must be the product of its hidden states and output "
                 "matrix; models that scale or soft-cap them are not supported"
             )
-        return cast(Tensor, self.model.get_output_embeddings()(hidden)).float()
 
     @cached_property
     def _has_plain_head(self) -> bool:
-        """True if a trial forward pass gives logits that are the product of hidden states and output matrix."""
-        with torch.no_grad():
-            ids = torch.arange(4, device=self.device)[None] % self.vocab_size
-            expected = self.model(input_ids=ids, use_cache=False).logits[0].float()
-            product = self.model.get_output_embeddings()(self.hidden(ids)[0]).float()
-        return bool(torch.allclose(expected, product, atol=1e-3, rtol=1e-3))
+        """True if, in a trial, the output matrix gets the last hidden states, and its product is returned unchanged.
+
+        A hook replaces the product by large numbers, because no cap changes small logits of untrained weights.
+        """
+        ids = torch.arange(4, device=self.device)[None] % self.vocab_size
+        thread = threading.get_ident()
+        seen: list[Tensor] = []
+
+        def replace_logits(_: Any, args: Any, logits: Tensor) -> Tensor | None:
+            if threading.get_ident() != thread:  # an engine may sample from this model meanwhile
+                return None
+            large = torch.linspace(-1e4, 1e4, logits.numel(), device=logits.device).view_as(logits).to(logits.dtype)
+            seen[:] = args[0], large
+            return large
+
+        hook = self.model.get_output_embeddings().register_forward_hook(replace_logits)
+        try:
+            with torch.no_grad():
+                # TRL and accelerate replace `forward` of the object, and a copy would call that of the original.
+                logits = type(self.model).forward(self.model, input_ids=ids, use_cache=False).logits
+        finally:
+            hook.remove()
+        if not seen or not torch.equal(logits.float(), seen[1].float()):
+            return False
+        return agree(self.hidden(ids).nan_to_num(), seen[0].nan_to_num())  # NaN if the weights have diverged
 
     def forward(
         self,
@@ -205,6 +230,7 @@ class LanguageModel:
         Shapes:  ids (B rows, T tokens) int64 padded on the right, mask (B, T) bool, temperatures (B,) -> (N,).
         Units:   nats, at the sampling temperature.
         """
+        self.check_head()
         rows, cols = mask.nonzero(as_tuple=True)
         packed, place = self._locate_states(ids, mask)
         # Positions with the same prefix share one hidden state, whose logits are computed only once. `each` maps each
@@ -370,18 +396,18 @@ class LanguageModel:
         layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not layers:
             raise PolicyError(f"{type(self.model).__name__} has no layers that support gradient checkpointing")
-        before = [layer.training for layer in layers]
-        for model in models:
-            _checkpointing(model, "enable")({"use_reentrant": False})
+        # transformers enables it only in training mode, in which a layer that calls dropout itself would apply it.
+        replaced = [vars(layer).get("forward") for layer in layers]  # accelerate sets it on the object
         for layer in layers:
-            layer.training = True  # only this module's flag, so that dropout inside the layer stays off
+            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         try:
             yield
         finally:
-            for layer, training in zip(layers, before, strict=True):
-                layer.training = training
-            for model in models:
-                _checkpointing(model, "disable")()
+            for layer, own in zip(layers, replaced, strict=True):
+                if own is None:
+                    del layer.forward
+                else:
+                    layer.forward = own
 
     # --- micro-batches and prefix sharing ---
 
@@ -398,7 +424,21 @@ class LanguageModel:
 
         Returns:
             The row indices of each micro-batch.
+
+        Raises:
+            PolicyError: If a row is longer than the context, and the model's rotary embeddings depend on the longest
+                row.
         """
+        rope = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
+        dynamic = {"dynamic", "longrope"} & {
+            str(r.get("rope_type")) for r in (rope, *rope.values()) if isinstance(r, dict)
+        }
+        longest = int(batch.lengths.max())
+        if dynamic and longest > self.max_length + 1:  # the model does not read the last token of a row
+            raise PolicyError(
+                f"rows must have at most {self.max_length + 1} tokens, got {longest}: beyond the context of the model, "
+                f"its rotary embeddings ({dynamic.pop()}) would change those of the other rows"
+            )
         rows = torch.arange(len(batch.lengths)) if rows is None else rows
         limit = micro_tokens or self.micro_tokens
         if not len(rows) or self._sharing_obstacle:
@@ -473,12 +513,6 @@ def _context_lengths(mask: Tensor) -> list[int]:
     columns = torch.arange(mask.shape[1], device=mask.device)
     lengths: list[int] = (mask * columns).amax(1).clamp(min=1).tolist()
     return lengths
-
-
-def _checkpointing(model: Any, action: str) -> Any:
-    """Return the method of a transformers model that enables or disables activation checkpointing."""
-    name = "activation" if hasattr(model, "activation_checkpointing_enable") else "gradient"  # since transformers 5.23
-    return getattr(model, f"{name}_checkpointing_{action}")
 
 
 @functools.cache

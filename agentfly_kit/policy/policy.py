@@ -51,6 +51,15 @@ class Policy(Displayable, LanguageModel):
         _check_value_head(value_head)
         super().__init__(model, None)
         self.chat = chat
+        # Tokens that were added for other modalities may exceed the vocabulary, because text never contains them.
+        used = (chat.tokenizer.vocab_size - 1, *chat.stop_ids, *chat.encode(chat.template.opening()))
+        if max(used) >= self.vocab_size:
+            raise PolicyError(
+                f"the tokenizer must belong to the model, got a tokenizer that uses token {max(used)} and a model with "
+                f"{self.vocab_size} tokens; after adding tokens, call model.resize_token_embeddings(len(tokenizer))"
+            )
+        if self.has_adapter:
+            _check_adapter(model)
         if next(iter(model.parameters())).dtype == torch.bfloat16:
             warn_if_bfloat16_is_slow(self.device)
         self.model.eval()  # with dropout, the trained distribution would differ from the sampled one
@@ -85,7 +94,8 @@ class Policy(Displayable, LanguageModel):
         device: str | torch.device | None = None,
         dtype: str | torch.dtype = "float32",
         format: str = "auto",
-        history: History = "exact",
+        history: History | None = None,
+        options: Mapping[str, Any] | None = None,
         **model_kwargs: Any,
     ) -> Policy:
         """Load a policy from a folder in the transformers layout or by hub name.
@@ -98,8 +108,11 @@ class Policy(Displayable, LanguageModel):
                 that contains an adapter.
             device: Device of the model, such as "cuda:1" or "mps"; by default CUDA if available, else the CPU.
             dtype: Torch dtype or its name; "auto" uses the dtype of the files.
-            format: Format of tool calls; see `Chat`.
-            history: Handling of chat templates that rewrite earlier turns; see `Chat`.
+            format: Format of tool calls; see `Chat`. "auto" uses that of a saved policy.
+            history: Handling of chat templates that rewrite earlier turns; see `Chat`. None uses that of a saved
+                policy, or "exact".
+            options: Variables for the chat template, such as {"enable_thinking": False}. None uses those of a saved
+                policy.
             **model_kwargs: Further arguments of `from_pretrained` in transformers, such as `attn_implementation`,
                 `revision` or `device_map` (instead of `device`). Code in the folder is not run, and nobody is asked,
                 unless `trust_remote_code=True`.
@@ -117,18 +130,18 @@ class Policy(Displayable, LanguageModel):
         if dtype != "auto" and not getattr(torch_dtype, "is_floating_point", False):
             raise SettingsError(f"dtype must be a floating-point torch dtype, its name, or 'auto', got {dtype!r}")
         folder = _policy_folder(path)
-        path = str(folder) if folder.is_dir() else str(path)
-        meta: dict[str, Any] = {}
-        if (folder / "policy.json").exists():
-            meta = json.loads((folder / "policy.json").read_text(encoding="utf-8"))
+        path = str(folder.resolve()) if folder.is_dir() else str(path)  # adapters record the path of their base model
+        meta = read_json(folder / "policy.json")
+        read_json(folder / "generation_config.json")  # transformers would ignore a damaged file, and its end tokens
         # If the folder contains an adapter, the config of the adapter names the base model to load.
         weights = path
         has_adapter = (folder / "adapter_config.json").exists()
         if has_adapter:
             if lora is not None:
                 raise SettingsError(f"lora must be None for a folder that contains an adapter, got {lora!r}")
-            adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-            weights = adapter["base_model_name_or_path"]
+            weights = str(read_json(folder / "adapter_config.json").get("base_model_name_or_path"))
+            if (folder / weights).is_dir():
+                weights = str(folder / weights)
 
         try:
             with loading(f"the policy {Path(path).name!r}"), _without_progress_bar():
@@ -150,11 +163,13 @@ class Policy(Displayable, LanguageModel):
             raise PolicyError(f"cannot load a policy from {path!r}: {type(error).__name__}: {error}") from error
         if lora is not None:
             model = _with_lora(model, lora)
-        stop = _extra_stop_tokens(model, tokenizer)
-        chat = Chat(
-            tokenizer, format=meta.get("format", format) if format == "auto" else format, history=history, stop=stop
-        )
-        policy = cls(model, chat, value_head=critic, version=meta.get("version", 0))
+        changes = {"format": None if format == "auto" else format, "history": history, "options": options}
+        try:
+            chat = Chat.from_saved(meta, tokenizer, getattr(model, "generation_config", None), **changes)
+            version = int(meta.get("version", 0))
+        except (TypeError, ValueError, AttributeError) as error:
+            raise PolicyError(f"{folder / 'policy.json'} is damaged: {type(error).__name__}: {error}") from error
+        policy = cls(model, chat, value_head=critic, version=version)
 
         head = folder / _VALUE_HEAD_FILE
         if policy.value_head is not None and head.exists():
@@ -179,6 +194,11 @@ class Policy(Displayable, LanguageModel):
         from safetensors.torch import save_file
 
         folder = Path(path)
+        meta = {"format": self.chat.format.name, "version": self.version, "chat": self.chat.settings()}
+        try:
+            description = json.dumps(meta, indent=1) + "\n"
+        except TypeError as error:
+            raise PolicyError(f"the template options of a saved policy must be JSON values: {error}") from None
         folder.mkdir(parents=True, exist_ok=True)
         with self.lock, _without_progress_bar():
             self.model.save_pretrained(folder)
@@ -187,8 +207,7 @@ class Policy(Displayable, LanguageModel):
                 head = {k: v.detach().cpu().contiguous() for k, v in self.value_head.state_dict().items()}
                 save_file(head, folder / _VALUE_HEAD_FILE)
         self.chat.tokenizer.save_pretrained(folder)
-        meta = {"format": self.chat.format.name, "version": self.version}
-        (folder / "policy.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
+        (folder / "policy.json").write_text(description, encoding="utf-8")
         readable = (folder / "policy.json").stat().st_mode
         for file in folder.rglob("*.safetensors"):  # safetensors creates files readable only by the owner
             file.chmod(readable)
@@ -329,11 +348,26 @@ def _policy_folder(path: str | Path) -> Path:
     return folder
 
 
+def read_json(file: Path) -> dict[str, Any]:
+    """Return the content of a JSON file of a policy, or {} if there is no such file.
+
+    Raises:
+        PolicyError: If the file does not contain a JSON object.
+    """
+    try:
+        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        if not isinstance(found, dict):
+            raise ValueError(f"expected an object, got a {type(found).__name__}")
+    except (ValueError, RecursionError) as error:
+        raise PolicyError(f"{file} is damaged: {error}") from error
+    return found
+
+
 # Arguments of from_pretrained that are also passed to the tokenizer.
 _HUB_KEYWORDS = (
     "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code",
 )  # fmt: skip
-_OWN_KEYWORDS = ("value_head", "lora", "device", "dtype", "format", "history")
+_OWN_KEYWORDS = ("value_head", "lora", "device", "dtype", "format", "history", "options")
 
 
 def _check_model_kwargs(given: Mapping[str, Any], device: Any) -> None:
@@ -381,11 +415,33 @@ def _with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:
         return get_peft_model(model, LoraConfig(**options))
 
 
-def _extra_stop_tokens(model: Any, tokenizer: Any) -> list[str]:
-    """Return the end-of-sequence tokens of the model's generation config that are not the tokenizer's EOS token."""
-    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    ids = ends if isinstance(ends, list) else [] if ends is None else [ends]
-    return [str(tokenizer.convert_ids_to_tokens(i)) for i in ids if i != tokenizer.eos_token_id]
+# Initializations that change the base model, or whose saved adapters do so when they are loaded, are not among these.
+_INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
+
+
+def _check_adapter(model: Any) -> None:
+    """Raise SettingsError if the base model is not frozen, or the adapter cannot be merged into its weights."""
+    config = model.active_peft_config
+    if (bias := getattr(config, "bias", "none")) != "none":
+        raise SettingsError(
+            f'lora bias must be "none", got {bias!r}: the biases of the base model would be trained, so that '
+            "reference() would not be the model before training"
+        )
+    if (init := getattr(config, "init_lora_weights", True)) not in _INITIALIZATIONS:
+        allowed = ", ".join(map(repr, _INITIALIZATIONS))
+        raise SettingsError(
+            f"init_lora_weights must be one of {allowed}, got {init!r}: others change the base model, so that "
+            "reference() would not be the model before training"
+        )
+    plain = model.get_base_model()
+    ends = (plain.get_input_embeddings(), plain.get_output_embeddings())
+    changed = [type(module).__name__ for module in ends if any(p.requires_grad for p in module.parameters())]
+    tied = bool(getattr(plain.config.get_text_config(), "tie_word_embeddings", False))
+    if changed and (tied or getattr(config, "modules_to_save", None)):
+        raise SettingsError(
+            "lora must not include the embedding or lm_head "
+            + ("of a model that ties them, because merged weights would be wrong" if tied else "in modules_to_save")
+        )
 
 
 @contextlib.contextmanager

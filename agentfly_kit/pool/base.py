@@ -13,6 +13,7 @@ from typing import Any, Generic, Self, TypeVar
 from agentfly_kit._display import Displayable, printable
 
 from .._async.listeners import Listeners
+from .._async.threads import Worker
 from ..errors import SettingsError, check_positive
 from .records import PoolEvent, PoolSnapshot
 
@@ -31,17 +32,19 @@ class Lease(Displayable, Generic[S]):
 
     Attributes:
         pool, sandbox, id: The pool, the leased sandbox, and the number of this sandbox in the pool.
+        worker: Runs the sync methods of the sandbox in one thread.
         owner, since: Name of the holder, and start time of the lease (monotonic seconds).
         released: True after the lease was released or revoked.
         revoked: Reason why the pool ended the lease early, or "". The sandbox of a revoked lease is closed.
         turn: The holder's current turn. Set this attribute to show progress in snapshots and events.
     """
 
-    def __init__(self, pool: BasePool[S], id: int, sandbox: S, owner: str) -> None:
+    def __init__(self, pool: BasePool[S], id: int, sandbox: S, owner: str, worker: Worker) -> None:
         self.pool = pool
         self.id = id
         self.sandbox = sandbox
         self.owner = owner
+        self.worker = worker
         self.since = time.monotonic()
         self.released = False
         self.revoked = ""
@@ -108,6 +111,11 @@ class BasePool(ABC, Generic[S]):
     @abstractmethod
     def _on_lease_collected(self, lease: Lease[S]) -> None:
         """Handle a lease that was garbage-collected without a release. May be called at any time, in any thread."""
+
+    def _is_reusable(self, lease: Lease[S]) -> bool:
+        """Return False if a call of the lease was given up or has failed, and may go on or has changed the sandbox."""
+        ends_calls = getattr(self.sandbox_type, "ends_cancelled_calls", False)
+        return not (lease.worker.busy if ends_calls else lease.worker.discarded)
 
     def _begin_release(self, lease: Lease[S]) -> bool:
         """Mark a lease as released. Return False if it was released before."""

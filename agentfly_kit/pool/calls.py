@@ -4,20 +4,44 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
+from .._async import threads
 from .._async.pending_call import maybe_await, warn_or_log
 from ..errors import SandboxError
 
+T = TypeVar("T")
 _CANCEL_GRACE_SECONDS = 1.0  # a cancelled call that takes longer to end is abandoned
 
 
-async def call(sandbox: object, method: str) -> Any:
-    """Call a sync or async method of a sandbox. Return its result, or None if the sandbox lacks the method."""
-    bound = getattr(sandbox, method, None)
-    return await maybe_await(bound()) if callable(bound) else None
+async def create(worker: threads.Worker, sandbox_type: type, make: Callable[[], T]) -> T:
+    """Call `make`, which creates a sandbox, in the thread of `worker`.
+
+    If the class has a coroutine function `start`, which is the place for slow work, or if the constructor needs an
+    event loop, it is called on the event loop.
+    """
+    if inspect.iscoroutinefunction(getattr(sandbox_type, "start", None)):
+        return make()
+    try:
+        with threads.using(worker):
+            return await threads.call(make)
+    except RuntimeError as error:
+        if "event loop" not in str(error):
+            raise
+        return make()
+
+
+async def call(worker: threads.Worker, function: Callable[..., Any] | None, *args: Any, **options: Any) -> Any:
+    """Call a method of a sandbox, in the thread of `worker` if it is sync. Return None if there is no such method."""
+    if not callable(function):
+        return None
+    with threads.using(worker):
+        if inspect.iscoroutinefunction(function):
+            return await function(*args, **options)
+        return await maybe_await(await threads.call(function, *args, **options))
 
 
 async def call_within(seconds: float, name: str, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
@@ -82,9 +106,22 @@ def kill(sandbox: object) -> None:
         thread.join(2.0)
 
 
-def _close_in_thread(sandbox: object) -> None:
+async def _close(sandbox: Any) -> None:
+    await maybe_await((getattr(sandbox, "kill", None) or sandbox.close)())
+
+
+def _close_in_thread(sandbox: Any) -> None:
     with contextlib.suppress(BaseException):
-        asyncio.run(call(sandbox, "close"))
+        asyncio.run(_close(sandbox))
+
+
+def end(slot: Any) -> None:
+    """Kill the sandbox of a slot, or close it in its thread when a call that was given up has ended."""
+    if slot.worker.busy and not callable(getattr(slot.sandbox, "kill", None)):
+        slot.worker.put(lambda: _close_in_thread(slot.sandbox))
+    else:
+        sandbox, slot.sandbox = slot.sandbox, None
+        kill(sandbox)
 
 
 def kill_all(slots: Mapping[int, Any]) -> None:

@@ -24,10 +24,10 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from .._async.delivery import deliver, running_loop
-from .._async.pending_call import maybe_await
+from .._async.threads import Worker
 from ..errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
 from .base import BasePool, Lease
-from .calls import call, call_within, kill, kill_all
+from .calls import call, call_within, create, end, kill_all
 from .environment import is_environment
 from .records import PoolEvent
 from .state import Effects, PoolState, Slot
@@ -176,16 +176,17 @@ class PoolCore(BasePool[S]):
         return True
 
     async def _start(self, slot: Slot) -> None:
+        def make() -> None:
+            slot.sandbox = self.sandbox_type(**self.options)
+
         async def start() -> None:
-            await call(sandbox, "start")
-            if slot.sandbox is not sandbox:  # the sandbox was abandoned before it had started
-                await self._close_or_kill(sandbox)
+            await create(slot.worker, self.sandbox_type, make)
+            sandbox = slot.sandbox
+            await call(slot.worker, getattr(sandbox, "start", None))
+            if self._state.slots.get(slot.id) is not slot:  # the sandbox was abandoned before it had started
+                await self._close_or_kill(sandbox, slot.worker)
 
         try:
-            try:
-                sandbox = slot.sandbox = self.sandbox_type(**self.options)
-            except asyncio.CancelledError as error:  # not of this task, because a constructor does not await
-                raise SandboxError(f"the constructor of a {self.name} raised CancelledError") from error
             await call_within(self.start_timeout, f"the start of a {self.name}", start)
         except (Exception, SystemExit) as error:
             permanent = isinstance(error, IsolationError | SettingsError | TypeError)
@@ -196,9 +197,7 @@ class PoolCore(BasePool[S]):
     async def _reset(self, slot: Slot) -> None:
         failure = ""
         try:
-            if not await call_within(
-                self.start_timeout, f"the reset of a {self.name}", self._reset_sandbox, slot.sandbox
-            ):
+            if not await call_within(self.start_timeout, f"the reset of a {self.name}", self._reset_sandbox, slot):
                 failure = "its health check failed"
         except NotImplementedError:
             failure = f"a {self.name} is replaced instead of reset"
@@ -209,35 +208,39 @@ class PoolCore(BasePool[S]):
         else:
             self._dispatch(self._state.was_reset, slot)
 
-    async def _reset_sandbox(self, sandbox: S) -> bool:
+    async def _reset_sandbox(self, slot: Slot) -> bool:
         """Reset a sandbox or clean up an environment, and return whether it is healthy."""
+        sandbox: Any = slot.sandbox
+        worker = slot.worker
         if not is_environment(self.sandbox_type):
-            await call(sandbox, "reset")
+            await call(worker, sandbox.reset)
         elif inspect.ismethod(getattr(sandbox, "cleanup", None)):  # a method, not a tool named "cleanup"
-            await call(sandbox, "cleanup")
-        return self._healthy is None or bool(await maybe_await(self._healthy(sandbox)))
+            await call(worker, sandbox.cleanup)
+        return self._healthy is None or bool(await call(worker, self._healthy, sandbox))
 
     async def _close(self, slot: Slot, previous: asyncio.Task[None] | None) -> None:
         if previous is not None and not previous.done() and previous.get_loop() is asyncio.get_running_loop():
             previous.cancel()  # a start or reset that is no longer needed
             await asyncio.wait([previous])
-        if slot.sandbox is not None:
-            await self._close_or_kill(slot.sandbox)
+        if slot.worker.busy:  # a call that was given up: replace the sandbox at once
+            end(slot)
+        elif slot.sandbox is not None:
+            await self._close_or_kill(slot.sandbox, slot.worker)
             slot.sandbox = None
         self._dispatch(self._state.removed, slot)
 
-    async def _close_or_kill(self, sandbox: S) -> None:
+    async def _close_or_kill(self, sandbox: S, worker: Worker) -> None:
         """Close a sandbox, or kill it if `close` fails or exceeds its time limit. Errors are ignored."""
+        close = getattr(sandbox, "close", None)
         try:
-            await call_within(_CLOSE_SECONDS, f"the close of a {self.name}", call, sandbox, "close")
+            await call_within(_CLOSE_SECONDS, f"the close of a {self.name}", call, worker, close)
         except Exception:
             with contextlib.suppress(Exception):
-                await call(sandbox, "kill")
+                sandbox.kill()  # type: ignore[attr-defined]
 
     def _kill_slot(self, slot: Slot) -> None:
         """Kill a sandbox immediately, without a task. Works even if the event loop is shutting down, or without one."""
-        sandbox, slot.sandbox = slot.sandbox, None
-        kill(sandbox)
+        end(slot)
         self._dispatch(self._state.removed, slot, may_start=False)
 
 

@@ -6,6 +6,7 @@ episode, which begins by resetting the environment for the task.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 from collections.abc import Mapping
@@ -70,6 +71,8 @@ def reset_arguments(sandbox_type: type, task: Task, fields: Mapping[str, Any] | 
             arguments = {**fields, **arguments}
         elif p.name in fields:
             arguments[p.name] = fields[p.name]
+        elif type(p.default).__hash__ is None:  # mutable, and must not be shared by the chains
+            arguments[p.name] = copy.deepcopy(p.default)
         elif p.default is p.empty and p.kind is not p.VAR_POSITIONAL:
             raise TaskError(
                 f"{sandbox_type.__name__}.reset requires the field {p.name!r}, which task {task.id!r} does not have "

@@ -34,7 +34,9 @@ class Pool(Displayable, PoolCore[S]):
         sandbox_type: a class that defines any of `async start()`, `async run(...)`, `async reset()`,
             `async fork(into)`, `alive`, `async close()` and `kill()` (called when the process exits). Without `reset`,
             a sandbox is replaced after each lease. If `reset` takes arguments (`task`, `seed`), the class is an
-            environment: each chain resets it for its own task, and `cleanup()`, if defined, is called on release.
+            environment: each chain resets it for its own task, and `cleanup()`, if defined, is called on release. Sync
+            methods of a sandbox run in one thread, except `alive` and `kill`; so does the constructor, unless `start`
+            is a coroutine function or the constructor needs an event loop.
         size: maximum number of sandboxes.
         min_idle: number of idle sandboxes to keep ready after the first request.
         max_uses: number of leases after which a sandbox is replaced instead of reset, or None for no limit.
@@ -167,7 +169,7 @@ class Pool(Displayable, PoolCore[S]):
             slot = await self._request(owner, run, queue, deadline, timeout)
             with self._lock:
                 if slot.state == "leased" and slot.sandbox is not None:
-                    lease = Lease(self, slot.id, slot.sandbox, owner)
+                    lease = Lease(self, slot.id, slot.sandbox, owner, slot.worker)
                     slot.lease, slot.ticket = weakref.ref(lease), None
                     break
         self._schedule_wakeup()
@@ -211,7 +213,7 @@ class Pool(Displayable, PoolCore[S]):
             self._dispatch(self._state.died, slot, "found dead when it came back")
         else:
             resettable = callable(getattr(lease.sandbox, "reset", None))
-            self._dispatch(self._state.released, slot, reusable and resettable)
+            self._dispatch(self._state.released, slot, reusable and resettable and self._is_reusable(lease))
         uses = slot.uses
         # Wait until the sandbox has been reset or closed, or has been leased to another holder.
         while slot.uses == uses and await self._wait_for_task(slot):

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
+from .._async.threads import Worker
 from ..errors import PoolTimeout
 from .records import Change, PoolEvent, SlotState
 
@@ -38,6 +39,7 @@ class Slot:
     uses: int = 0
     # The following fields are set by `Pool`, not by `PoolState`.
     sandbox: Any = None
+    worker: Worker = field(default_factory=Worker)
     lease: weakref.ref[Any] | None = None
 
 

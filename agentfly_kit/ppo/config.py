@@ -47,7 +47,7 @@ class PPOConfig(Displayable):
         loss: Policy loss: the name of a function in `af.losses`, or a function of (logprobs, old_logprobs, advantages,
             mask), such as functools.partial(af.losses.cispo, bounds="upper"). A custom function gets the rows of one
             micro-batch, (B, T) each and 0 where the mask is 0, and returns the loss of each token, (B, T), which
-            `aggregate` reduces. `af.losses.clip_cov` and `kl_cov` are rejected; they need the whole minibatch.
+            `aggregate` reduces.
         aggregate: How per-token losses are reduced to one number: a mode of `af.losses.aggregate`, or a dict with
             the mode under "how" and its options, such as {"how": "fixed", "denominator": 512.0}. Modes and losses that
             operate on sequences treat each row as a sequence, even if a trajectory has several rows.
@@ -191,11 +191,6 @@ class PolicyLoss:
                     f"{', '.join(options)} must be None if loss is a function; use functools.partial(function, ...)"
                 )
             inner = loss.func if isinstance(loss, functools.partial) else loss
-            if inner in (losses.clip_cov, losses.kl_cov):
-                raise SettingsError(
-                    f"loss must not be {inner.__name__}: it compares all tokens of a minibatch, but ppo_step computes "
-                    "one micro-batch at a time; call it in a training loop of your own"
-                )
             check_accepts("loss", loss, "logprobs", "old_logprobs", "advantages", "mask")
             return cls(loss, next((name for name in names if inner is getattr(losses, name)), ""))
         if loss not in names:

@@ -19,8 +19,6 @@ from agentfly_kit.ppo.config import PPOConfig
 
 # Largest difference, in nats, between logprobs of policy and sampler at which old_logprobs="auto" trusts the sampler.
 EXACT_GAP = 1e-4
-# Maximum number of tokens whose recorded texts are compared with those of the policy's tokenizer.
-_PROBE_TOKENS = 64
 
 
 @dataclass
@@ -153,21 +151,13 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
         )
     if bool(torch.isinf(advantages).any()):
         raise BatchError("advantages must be finite; check the rewards and values that they were computed from")
-    # Detect a batch of another tokenizer: an id is outside the vocabulary, or one of the first ids has another text.
     largest = int(batch.ids.max())
     if largest >= policy.vocab_size:
         raise BatchError(
             f"token ids must be below {policy.vocab_size}, the vocabulary size of the policy, got {largest}; the batch "
             "was made with another tokenizer"
         )
-    for row in batch.rows[:1]:
-        ids = row.ids[:_PROBE_TOKENS].tolist()
-        for token, was, now in zip(ids, row.token_texts, policy.chat.token_texts(ids), strict=False):
-            if was not in (now, f"[{token}]"):
-                raise BatchError(
-                    f"token id {token} had the text {was!r} when the batch was sampled, but has {now!r} in this "
-                    "policy; the batch was made with another tokenizer"
-                )
+    _check_vocabulary(policy, batch)
     if batch.imitation:  # the tokens may come from any policy or from none, so they have no probability ratio
         if config.loss != "reinforce" or config.old_logprobs != "engine":
             raise BatchError(
@@ -194,6 +184,28 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
             "correction must be 'token' or 'sequence' for a batch that was sampled under top-p, top-k or min-p, got "
             "None; without it, probability ratios would be wrong by a factor equal to the kept probability mass"
         )
+
+
+def _check_vocabulary(policy: Policy, batch: Batch) -> None:
+    """Raise BatchError if the token ids of a trajectory belong to another vocabulary than that of the policy."""
+    own = policy.chat.vocabulary
+    remedy = "sample it with the chat of this policy, as af.envs.lookup.expert(policy) does"
+    for trajectory in batch.trajectories:
+        if trajectory.vocabulary not in (None, own):
+            raise BatchError(
+                f"trajectory {trajectory.id!r} was made with another tokenizer than that of the policy; {remedy}"
+            )
+    # Trajectories from files of older versions and other programs: compare the texts that were recorded.
+    unknown = [row for row, t in zip(batch.rows, batch.trajectories, strict=True) if t.vocabulary is None]
+    recorded = {pair for row in unknown for pair in zip(row.ids.tolist(), row.token_texts, strict=True)}
+    tokens = sorted({token for token, _ in recorded})
+    texts = dict(zip(tokens, policy.chat.token_texts(tokens), strict=True))
+    for token, text in sorted(recorded):
+        if text not in (texts[token], f"[{token}]"):
+            raise BatchError(
+                f"token id {token} had the text {text!r} when the batch was sampled, but has {texts[token]!r} in this "
+                f"policy; the batch was made with another tokenizer; {remedy}"
+            )
 
 
 def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> list[Tensor]:

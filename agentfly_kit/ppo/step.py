@@ -12,6 +12,7 @@ import functools
 import math
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,7 +23,7 @@ from torch import Tensor
 from agentfly_kit import losses
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch, drop_counts
-from agentfly_kit.errors import TrainingError, check_positive, checks_keywords
+from agentfly_kit.errors import SettingsError, TrainingError, check_positive, checks_keywords
 from agentfly_kit.policy.forward import Critic, ForwardOutput, single_torch_thread, warn_if_bfloat16_is_slow
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
@@ -378,11 +379,26 @@ def adamw(
         weight_decay: Weight decay.
 
     Raises:
-        SettingsError: If `lr` is not a positive finite number.
+        SettingsError: If `lr` is not a positive finite number, or the policy has weights of type float16, in which
+            Adam's epsilon is 0 and updates are hundreds of times too large.
+        PolicyError: If the model scales or soft-caps its logits, which `ppo_step` does not support.
 
     Source:  The default betas and the factor ten were chosen by measurements on the calculator task; see docs/log.md.
     """
     check_positive("number", lr=lr)
+    policy.check_head()
+    types = {p.dtype for p in policy.parameters() if p.requires_grad}
+    if torch.float16 in types:
+        raise SettingsError(
+            "policy must not have trainable weights of type float16, in which Adam's updates are wrong; load it with "
+            'dtype="float32", and use PPOConfig(autocast=...) for speed'
+        )
+    if torch.bfloat16 in types and lr < 1e-4:
+        warnings.warn(
+            f"lr={lr:g} is too small for weights of type bfloat16, whose steps are 1/256 of their values: most updates "
+            'are rounded to nothing; load the policy with dtype="float32", and use PPOConfig(autocast="bfloat16")',
+            stacklevel=2,
+        )
     groups: list[dict[str, Any]] = [{"params": [p for p in policy.model.parameters() if p.requires_grad], "lr": lr}]
     head = policy.value_head
     if isinstance(head, Critic):

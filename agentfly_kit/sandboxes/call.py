@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
+from .._async import limits
 from ..errors import SandboxError
 from .result import Limit, SandboxResult
 
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 
 CONTROL_SECONDS = 5.0  # a sandbox whose reset takes longer is considered broken
 GRACE_SECONDS = 0.5  # time between the interrupt, which preserves variables, and the kill
-_CPU_POLL_SECONDS = 0.25  # how often the CPU time of a running call is checked
+_POLL_SECONDS = 0.25  # how often the CPU time of a running call is checked
+# A call that exceeds its time limit only because its processes are held up may take this many times longer, plus
+# `_HELD_UP_SECONDS`. Then its chain is not scored.
+_HELD_UP_FACTOR, _HELD_UP_SECONDS = 10, 30.0
 _MAX_OUTPUT_FACTOR = 256  # stop a call once it has printed this many times max_output
 _CHUNK = 65536
 ENDED_BY_CODE = SandboxResult(error="the sandbox was ended by its own code", died=True, files_lost=True)
@@ -132,14 +136,23 @@ class Call(Watch):
         self.status: int | None = None
         self.began = time.perf_counter()
         self.usage = handle.usage
-        self.cpu_before = None if sandbox.limits.cpu_seconds is None else self.usage.cpu_seconds()
+        self.cpu_before = self.usage.cpu_seconds()
+        # Time in seconds for which the code itself is responsible, up to `sampled_at`, and time in which it may have
+        # stopped itself; see `sample`.
+        self.own, self.unclear, self.sampled_at, self.cpu_sampled = 0.0, 0.0, self.began, self.cpu_before
+        self.held_up = False  # True if the call was stopped although its code had not used up its time
         self.on_readable(replies.socket.fileno(), self.read_reply)
         self.on_readable(control.socket.fileno(), self.read_control)
         for pipe, kept in zip(self.pipes, self.printed, strict=True):
             self.on_readable(pipe, functools.partial(self.read_pipe, pipe, kept))
-        self.after(timeout, self.on_timeout)
+        self.after_own(timeout, self.on_timeout)
         # Needed even without a CPU limit: a timer wakes the event loop, so that it handles a notebook's interrupts.
-        self.after(_CPU_POLL_SECONDS, self.check_cpu)
+        self.after(_POLL_SECONDS, self.poll)
+
+    @property
+    def answered(self) -> bool:
+        """True if the interpreter has replied, even if the caller was cancelled before it took the reply."""
+        return self.done.done() and not self.done.cancelled() and self.done.result() is not None
 
     # --- input and output
 
@@ -215,25 +228,69 @@ class Call(Watch):
 
     # --- limits
 
+    def sample(self) -> None:
+        """Add the time since the last sample to `own`, or only the CPU time if the processes are being held up.
+
+        A right answer must not be scored as a timeout because the machine was busy, whereas code that sleeps or waits
+        uses up its time.
+        """
+        now, report = time.perf_counter(), self.usage.activity(self.sandbox.pid or 0)
+        elapsed = now - self.sampled_at
+        if report is None:  # the zygote of a container is late or held up
+            limits.extend(self.sampled_at + 2 * _POLL_SECONDS, now)
+            return
+        cpu, states = report
+        if set("RDTt!") & set(states):  # ready to run, waiting for a disk, or stopped
+            used = 0.0 if cpu is None or self.cpu_sampled is None else cpu - self.cpu_sampled
+            passed = min(elapsed, max(0.0, used))
+            self.unclear += 0.0 if set("R!") & set(states) else elapsed - passed
+            limits.extend(now - (elapsed - passed), now)  # the limit of the tool that makes this call
+        else:
+            passed = min(elapsed, 2 * _POLL_SECONDS)  # a late sample means that this process itself was held up
+        self.own += passed
+        self.sampled_at, self.cpu_sampled = now, cpu
+
+    def after_own(self, seconds: float, call: Callable[[], object]) -> None:
+        """Call a function after `seconds` of the code's own time. Kill the code if it was held up for very long."""
+        end, last = self.own + seconds, time.perf_counter() + _HELD_UP_FACTOR * seconds + _HELD_UP_SECONDS
+
+        def check() -> None:
+            if self.replies.socket.fileno() in self._files:
+                self.read_reply()  # it may have arrived while this process was held up
+            if self.done.done():
+                return
+            self.sample()
+            if self.own > end - 0.001:
+                call()
+            elif time.perf_counter() < last:
+                self.after(max(end - self.own, 0.01), check)
+            else:
+                # Otherwise, a policy could leave a bad reward by stopping itself.
+                self.held_up = self.limit is None and self.own + self.unclear < end
+                self.timed_out |= self.limit is None
+                self.limit = self.limit or "time"
+                self.kill()
+
+        self.after(seconds, check)
+
     def on_timeout(self) -> None:
         self.timed_out = self.limit is None
         self.interrupt("time")
 
-    def check_cpu(self) -> None:
-        budget = self.sandbox.limits.cpu_seconds
-        if budget is not None and self.cpu_before is not None:
-            now = self.usage.cpu_seconds()
-            if now is not None and now - self.cpu_before > budget:
-                self.interrupt("cpu")
+    def poll(self) -> None:
+        self.sample()
+        budget, before, now = self.sandbox.limits.cpu_seconds, self.cpu_before, self.cpu_sampled
+        if budget is not None and before is not None and now is not None and now - before > budget:
+            self.interrupt("cpu")
         if self.limit is None:
-            self.after(_CPU_POLL_SECONDS, self.check_cpu)
+            self.after(_POLL_SECONDS, self.poll)
 
     def interrupt(self, limit: Limit) -> None:
         """Interrupt the code, and kill it if it still runs after a grace period. Repeated calls have no effect."""
         if self.limit is None:
             self.limit = limit
             self.sandbox._interrupt()
-            self.after(GRACE_SECONDS, self.kill)
+            self.after_own(GRACE_SECONDS, self.kill)
 
     def kill(self) -> None:
         if self.sandbox._command("kill"):
@@ -255,6 +312,7 @@ class Call(Watch):
             return self.result(reply)
         finally:
             self.stop()
+            self.sandbox._own_seconds += self.own + min(time.perf_counter() - self.sampled_at, 2 * _POLL_SECONDS)
 
     def result(self, reply: dict[str, Any] | None) -> SandboxResult:
         """Return the result of the call. `reply` is None if the interpreter exited without a reply."""
@@ -278,6 +336,11 @@ class Call(Watch):
                     sandbox._check_not_ended_from_outside()
                 sandbox._drop()
                 files_lost = True
+            if self.held_up:
+                raise SandboxError(
+                    f"the code was killed after {seconds:.0f} s, although it had not used its {self.timeout:g} s: its "
+                    "processes were stopped, or the machine was busy"
+                )
         fields = reply or {}
         value, error, error_type = (_encodable(fields.get(name)) for name in ("value", "error", "type"))
         if reply is None:

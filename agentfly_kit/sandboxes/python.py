@@ -40,13 +40,17 @@ class PythonSandbox(Sandbox):
         """Run code in the interpreter. The result's `value` is the repr of the last expression.
 
         After `timeout` seconds the code receives a KeyboardInterrupt, which preserves its variables. If it is still
-        running half a second later, it is killed, and the next call gets a new interpreter with the same files.
+        running half a second later, it is killed, and the next call gets a new interpreter with the same files. The
+        time in which its processes are stopped or wait for a CPU does not count, so that results do not depend on the
+        load of the machine.
+
         Variables, threads, child processes and signal handlers survive a call; its interval timers and alarms do not,
         and the handlers of SIGINT and SIGXCPU, which the sandbox needs, are restored before each call.
 
         Raises:  SandboxError if the sandbox is closed or cannot be restarted, or if another process or the machine's
                  out-of-memory killer has killed it before or during this call. Its variables are then lost, and
-                 `start()` starts it again. Failures of the code itself are never raised.
+                 `start()` starts it again. Also raised if the code was held up for more than 30 s and ten times
+                 `timeout`. Failures of the code itself are never raised.
         """
         check_positive("number of seconds", timeout=timeout)
         async with self._exclusive():

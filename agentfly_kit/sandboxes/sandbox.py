@@ -35,6 +35,9 @@ _START_SECONDS = 30.0
 class Startable(Displayable, ABC):
     """Base class of async context managers that call `start` on entry and `close` on exit."""
 
+    # A pool can reset such a sandbox after a cancelled call, which does not go on.
+    ends_cancelled_calls = True
+
     @classmethod
     def validate_options(cls, **options: Any) -> None:
         """Raise an error for invalid settings. A pool calls this when it is created, before it starts a sandbox."""
@@ -102,6 +105,7 @@ class Sandbox(Startable):
         self._serial = 0  # number of the current interpreter
         self._questions = itertools.count(1)  # serial numbers of `count` and `sync` requests
         self._nonce = 0  # id of the running call
+        self._own_seconds = 0.0  # sum of `Call.own` over all calls
         self._has_interpreter = False  # True while an interpreter is running
         self._unreported: SandboxResult | None = None  # an exit between two calls, which the next call reports
         self._abandoned: bytes | None = None  # unsent part of a call that was cancelled while it ran
@@ -340,7 +344,7 @@ class Sandbox(Startable):
         try:
             return await call.outcome()
         except asyncio.CancelledError:
-            if not self._closed:
+            if not self._closed and not call.answered:
                 self._abandoned = call.request
                 self._interrupt()
             raise

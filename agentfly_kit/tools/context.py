@@ -13,12 +13,14 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
+from agentfly_kit._async import threads
 from agentfly_kit._async.concurrency import ConcurrencyLimits
-from agentfly_kit._async.pending_call import maybe_await, wait_all
+from agentfly_kit._async.pending_call import wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import LeaseRevoked, SandboxError, SettingsError
 from agentfly_kit.pool import environment as environments
 from agentfly_kit.pool.base import BasePool
+from agentfly_kit.pool.calls import call
 from agentfly_kit.tools import function as functions
 from agentfly_kit.types import Task
 
@@ -108,7 +110,10 @@ class Context(Displayable):
             SandboxError: if the context is closed, no sandbox can be started, or resetting an environment fails.
             PoolTimeout, PoolClosed, LeaseRevoked: if the pool cannot lease a sandbox, or has revoked the lease.
         """
-        pool = self.pool(sandbox_type)
+        return typing.cast(S, (await self._lease(self.pool(sandbox_type))).sandbox)
+
+    async def _lease(self, pool: BasePool[Any]) -> Any:
+        sandbox_type = pool.sandbox_type
         if self._closed:
             raise SandboxError(
                 f"the chain {self.trajectory_id!r} has ended, and its {sandbox_type.__name__} was released"
@@ -127,22 +132,25 @@ class Context(Displayable):
         self.check()
         if lease.turn != self.turn:
             lease.turn = self.turn  # shown in the pool's snapshot
-        return typing.cast(S, lease.sandbox)
+        return lease
 
     async def _acquire(self, pool: BasePool[Any]) -> Any:
         lease = await pool.acquire(self.trajectory_id, run=self.run, **self._acquire_options)
         if environments.is_environment(pool.sandbox_type):
             try:
-                await self._reset_environment(pool.sandbox_type, lease.sandbox)
+                with threads.using(lease.worker):
+                    await self._reset_environment(pool, lease.sandbox)
             except BaseException:
-                await pool.release(lease)
+                await pool.release(lease, reusable=False)  # a reset that failed may have left anything behind
                 raise
         return lease
 
-    async def _reset_environment(self, sandbox_type: type, environment: Any) -> None:
+    async def _reset_environment(self, pool: BasePool[Any], environment: Any) -> None:
         """Start a new episode by resetting the environment for the task of the chain."""
+        sandbox_type = pool.sandbox_type
         given = environments.reset_arguments(sandbox_type, self.task, self.fields)
-        outcome = await functions.call_user_function(environment.reset, given)
+        limit: float | None = getattr(pool, "start_timeout", None)
+        outcome = await functions.call_user_function(environment.reset, given, timeout=limit)
         if (error := outcome.error) is not None:
             what = f"{type(error).__name__}: {error}"
             raise SandboxError(f"{sandbox_type.__name__}.reset failed for task {self.task.id!r} ({what})") from error
@@ -154,8 +162,11 @@ class Context(Displayable):
 
         Calls of one turn that use the same sandbox run sequentially, in the order in which the model wrote them.
         """
-        async with self._locks.setdefault(self.pool(sandbox_type), asyncio.Lock()):
-            yield await self.sandbox(sandbox_type)
+        pool = self.pool(sandbox_type)
+        async with self._locks.setdefault(pool, asyncio.Lock()):
+            lease = await self._lease(pool)
+            with threads.using(*threads.current(), lease.worker):
+                yield lease.sandbox
             self.check()  # discard the result if the sandbox was revoked during the call
 
     def check(self) -> None:
@@ -220,8 +231,10 @@ class Context(Displayable):
         if not queue:
             twin._acquire_options = {"queue": False}
         try:
-            for sandbox_type, sandbox in self.held.items():
-                await maybe_await(sandbox.fork(await twin.sandbox(sandbox_type)))
+            for pool, lease in list(self._leases.items()):
+                if _is_held(lease):
+                    other = await twin.sandbox(pool.sandbox_type)
+                    await call(lease.result().worker, lease.result().sandbox.fork, other)
         except BaseException:
             await twin.close()
             raise
@@ -277,7 +290,8 @@ async def temporary_context(
             own.append(Pool(sandbox_type, size=1))
     context = Context(task, trajectory_id=f"try {task.id}", pools=[*given, *own])
     try:
-        yield context
+        with threads.using():  # not the sandboxes of a tool that makes this call
+            yield context
     finally:
         try:
             await context.close()

@@ -20,10 +20,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly_kit._async import threads
-from agentfly_kit._async.pending_call import cancelling
+from agentfly_kit._async import limits, threads
+from agentfly_kit._async.pending_call import cancelling, maybe_await, warn_or_log
 from agentfly_kit.seeds import digest
 from agentfly_kit.types import Failure
+
+# A step of a coroutine function that takes longer is reported.
+_BLOCKING_SECONDS = 0.25
 
 # --- calling -------------------------------------------------------------------------------------
 
@@ -55,11 +58,13 @@ async def call_user_function(
 ) -> Outcome:
     """Call a user function and return its result or exception. KeyboardInterrupt and cancellation propagate.
 
-    A coroutine function runs on the event loop and is cancelled after the timeout. Any other function runs in a daemon
+    A coroutine function runs on the event loop and is cancelled after the timeout. If it blocks the event loop, a
+    warning names it, and the time does not count towards the limits of other calls. Any other function runs in a daemon
     thread, which blocks neither other chains nor process exit, and is abandoned after the timeout. `convert` is applied
-    to the return value; its exceptions are treated like those of `function`.
+    to the return value; its exceptions are treated like those of `function`. Sandboxes that a cancelled or timed-out
+    call uses are replaced when they are released, because the call may still change them.
     """
-    start = time.perf_counter()
+    start, begun = time.perf_counter(), limits.now()
     value: Any = None
     error: BaseException | None = None
     timed_out = ""
@@ -76,29 +81,45 @@ async def call_user_function(
             # A sync wrapper around a coroutine function returns an awaitable.
             awaitable = value if error is None and inspect.isawaitable(value) else None
         if awaitable is not None:
-            left = None if timeout is None else max(0.0, timeout - (time.perf_counter() - start))
-            limit = asyncio.timeout(left)
+            left = None if timeout is None else timeout - (limits.now() - begun)
+            steps = limits.Steps(maybe_await(awaitable))
             try:
-                async with limit:
-                    value = convert(await awaitable)
+                async with limits.time_limit(left) as limit:
+                    value = convert(await steps)
             finally:
-                timed_out = "cancelled" if limit.expired() else ""
+                timed_out = " and was cancelled" if limit.expired() else ""
+                if steps.longest > _BLOCKING_SECONDS:
+                    warn_or_log(_blocking_message(function))
+            if timeout is not None and steps.blocked > timeout:
+                error, timed_out = TimeoutError(), " and blocked the event loop"
     except asyncio.CancelledError as cancelled:
         if cancelling():
+            threads.discard()
             raise
         error = cancelled  # the caller was not cancelled, only something that the function awaited
     except threads.CallTimeout as expired:
-        error, timed_out = expired, "abandoned"
+        error, timed_out = expired, " and was abandoned"
+        if not expired.begun:
+            timed_out = ", because an earlier call is still running"
     except (Exception, SystemExit) as raised:
         error = raised
     seconds = time.perf_counter() - start
     if error is None:
         return Outcome(value, seconds=seconds)
     if timed_out:
-        return Outcome(None, TimeoutError(f"took longer than {timeout:g} s and was {timed_out}"), True, seconds)
+        threads.discard()
+        return Outcome(None, TimeoutError(f"took longer than {timeout:g} s{timed_out}"), True, seconds)
     if isinstance(error, KeyboardInterrupt):
         raise error
     return Outcome(value, _trim_traceback(error, function), seconds=seconds)
+
+
+def _blocking_message(function: Callable[..., Any]) -> str:
+    name = getattr(underlying(function), "__qualname__", repr(function))
+    return (
+        f"{name} blocked the event loop for more than {_BLOCKING_SECONDS:g} s, and with it all other chains; define it "
+        "with `def`, so that it runs in a thread, or use `await asyncio.to_thread(...)` for what takes long"
+    )
 
 
 def _trim_traceback(error: BaseException, function: Callable[..., Any]) -> BaseException:

@@ -15,6 +15,7 @@ from pydantic.fields import FieldInfo
 
 from agentfly_kit._display import shorten
 from agentfly_kit.errors import ToolSchemaError
+from agentfly_kit.task_files import drop_none
 
 REQUIRED: Any = inspect.Parameter.empty
 
@@ -144,7 +145,13 @@ class Arguments:
             try:
                 values[name] = self._adapters[name].validate_python(given[name])
             except ValidationError as error:
-                problems += _validation_messages(name, error)
+                # Models write null for arguments that they do not need, so null means the default here and in objects.
+                if given[name] is None and parameter.default is not REQUIRED:
+                    continue
+                try:
+                    values[name] = self._adapters[name].validate_python(drop_none(given[name]))
+                except ValidationError:
+                    problems += _validation_messages(name, error)
         problems += [f"{name} is not an argument" for name in given if name not in self.parameters]
         if not problems:
             return values, ""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import functools
 import inspect
 import json
 import math
@@ -20,6 +21,7 @@ from numbers import Real
 from types import MappingProxyType
 from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args, overload
 
+from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
 from agentfly_kit._async.pending_call import PendingCall, pending_call
@@ -67,6 +69,8 @@ class Tool(Displayable, InjectedFunction[P, R]):
         super().__init__(function, name, timeout, open_arguments=schema is not None)
         self.max_chars = max_chars
         self._instance: Any = None
+        # Each call receives copies of these mutable defaults.
+        self._defaults = {n: p.default for n, p in self._parameters.items() if type(p.default).__hash__ is None}
         if not _NAME.fullmatch(self.name):
             raise ToolSchemaError(
                 f"the name of a tool must consist of letters, digits, _ and -, got {self.name!r}; "
@@ -260,7 +264,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
             async with self._inject(context, context.fields) as injected, context.concurrency.tools.slot():
                 outcome = await functions.call_user_function(
                     self._bound(),
-                    values | injected,
+                    copy.deepcopy(self._defaults) | values | injected,
                     timeout=self.timeout,
                     convert=self._convert,
                 )
@@ -312,7 +316,8 @@ def tool(
 
     Every parameter needs a type and a description, in the docstring or as `Annotated[int, "..."]`. Parameters annotated
     with a sandbox class (leased for the chain), `FromTask[...]` (a task field) or `Context` are injected and hidden
-    from the model.
+    from the model. If the model writes null for an argument whose type does not admit None, the default applies. Each
+    call receives its own copy of a mutable default.
 
     A sync function runs in a thread, and a coroutine function on the event loop. A method becomes a tool bound to its
     instance. All chains share this instance, so keep the state of a chain in `context.state` or in a sandbox.
@@ -341,26 +346,62 @@ def tool(
 
 
 def _to_result(value: Any) -> ToolResult:
-    """Convert the return value of a tool to text in a ToolResult. A ToolResult is returned unchanged."""
+    """Convert the return value of a tool to text in a ToolResult. Data URLs become descriptions."""
     if isinstance(value, SandboxResult):
         return ToolResult(value.ok, value.text, truncated=value.truncated)
     if not isinstance(value, ToolResult):
-        return ToolResult(True, to_text(value))
+        return ToolResult(True, _DATA_URL.sub(_describe_url, to_text(value)))
     reward: Any = value.reward
     if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
         raise TypeError(f"the reward of a ToolResult must be a finite number or None, got {reward!r}")
-    return value
+    return replace(value, observation=_DATA_URL.sub(_describe_url, value.observation))
+
+
+# Image or other data in a result, which would fill the prompt with base64. Short data may be text to be read.
+_DATA_URL = re.compile(r"data:(\w+)(/[\w.+-]+)(?:;[\w=.+-]+)*;base64,([\w+/-]{64,}=*)")
+_IMAGE = re.compile(rb"(?P<png>\x89PNG)|(?P<jpeg>\xff\xd8\xff)|(?P<gif>GIF8)|(?P<webp>RIFF....WEBP)", re.DOTALL)
+_ANY: TypeAdapter[Any] = TypeAdapter(Any)
+
+
+def _describe_url(url: re.Match[str]) -> str:
+    return f"[{url[1]} {url[1]}{url[2]}, {len(url[3].rstrip('=')) * 3 // 4} bytes, not shown]"
+
+
+def _describe_bytes(value: Any) -> Any:
+    """Replace the bytes in lists and dicts by their text or, if they are not text in UTF-8, by a description."""
+    if isinstance(value, dict):
+        return {key: _describe_bytes(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_describe_bytes(part) for part in value]
+    if not isinstance(value, bytes | bytearray | memoryview):
+        return value
+    data = bytes(value)
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        image = _IMAGE.match(data)
+        kind = f"image image/{image.lastgroup}" if image else "binary data"
+        return f"[{kind}, {len(data)} bytes, not shown]"
 
 
 def to_text(value: Any) -> str:
-    """Return a string unchanged, "" for None, and other values as compact JSON. Raise TypeError if this fails."""
+    """Return a string unchanged, "" for None, and other values as compact JSON. Raise TypeError if this fails.
+
+    Bytes are decoded or, if they are not UTF-8, described.
+    """
     if value is None:
         return ""
     if isinstance(value, str):
         return str.__str__(value)  # the value of a string enum, not its name
     if isinstance(value, bytes | bytearray | memoryview):
-        return bytes(value).decode("utf-8", "replace")
-    plain = to_jsonable_python(value, inf_nan_mode="constants", bytes_mode="utf8", fallback=_json_fallback)
+        return str(_describe_bytes(value))
+    convert = functools.partial(
+        to_jsonable_python, inf_nan_mode="constants", bytes_mode="utf8", fallback=_json_fallback
+    )
+    try:
+        plain = convert(value)
+    except UnicodeDecodeError:
+        plain = convert(_describe_bytes(_ANY.dump_python(value, warnings=False)))
     # Dates, paths and enum members become strings, which are shown without quotes, like returned strings.
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
 

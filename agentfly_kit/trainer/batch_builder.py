@@ -15,8 +15,9 @@ from agentfly_kit import advantages as estimators
 from agentfly_kit._async.pending_call import run_in_thread, wait_all
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.agent.turns import with_turn_rewards
 from agentfly_kit.batch.batch import Batch
-from agentfly_kit.batch.collate import TruncationMode, collate
+from agentfly_kit.batch.collate import TruncationMode, collate, refuse_turn_rewards
 from agentfly_kit.batch.turn_data import turn_data
 from agentfly_kit.engines.base import Engine, check_scorer
 from agentfly_kit.errors import BatchError, SettingsError
@@ -51,6 +52,13 @@ class BatchBuilder:
         if name not in TOKEN_ESTIMATORS:
             if name == "none" and not self.weights:  # an agent without rewards
                 rollout = Rollout.from_trajectories(_with_rewards(rollout.trajectories), rollout.seconds)
+            if name == "none":
+                rollout = rollout.sum_turn_rewards()
+            elif name == "gdpo":  # the metrics include rewards per turn, but not those that tools return
+                turns = [t.replace(turns=with_turn_rewards(t.turns, {})) for t in rollout.trajectories]
+                rollout = Rollout.from_trajectories(turns, rollout.seconds)
+            if name != "gigpo":
+                refuse_turn_rewards(rollout.trajectories)
             estimator = _checked(self._estimator(rollout, baselines or {}))
             if kl_in_reward:
                 return self._shaped_outcome_batch(rollout, estimator, kl_coef)
@@ -213,6 +221,7 @@ def check_teacher(teacher: Policy | Engine | None, agent: AgentSettings, policy:
         return
     if not isinstance(teacher, Policy):
         raise SettingsError(f"teacher must be a Policy, a VLLMEngine, or an OpenAIEngine with vLLM, got {teacher!r}")
+    teacher.check_head()
     check_scorer(teacher.chat, teacher.max_length, agent.chat, agent.engine.max_length)
 
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from agentfly_kit.agent.rollout_io import dump_json
 from agentfly_kit.engines.fleet import Fleet
 from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.trainer.config import GROUP_ESTIMATORS
+from agentfly_kit.trainer.config import GROUP_ESTIMATORS, SEE_TURN_REWARDS
 from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.types import Task
 
@@ -30,6 +31,13 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
         )
     if config.advantage == "gdpo" and len([r for r in agent.reward if r.weight and r.per == "trajectory"]) < 2:
         raise SettingsError(f"advantage='gdpo' needs an agent with at least two rewards per chain, got {agent.reward}")
+    turn_rewards = [r.name for r in agent.reward if r.weight and r.per == "turn"]
+    turn_rewards += [f"the steps of {pool.name}" for pool in agent.pools if hasattr(pool.sandbox_type, "_wraps")]
+    if turn_rewards and not config.sum_turn_rewards and config.advantage not in SEE_TURN_REWARDS:
+        raise SettingsError(
+            f"sum_turn_rewards must be True for advantage={config.advantage!r}, which compares the rewards of whole "
+            f"chains, so that the rewards per turn ({', '.join(turn_rewards)}) have an effect"
+        )
     if not agent.reward and agent.group_reward is None and config.advantage != "none":
         raise SettingsError("agent must have a reward to learn from, got none; add one with agent.replace(reward=...)")
     # The chains must be drawn from the policy that is trained.
@@ -63,5 +71,8 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
                 f"each of the {workers.size} processes must have its own engine, such as LocalEngine or VLLMEngine, "
                 f"got {agent.engine!r}; otherwise, every process would send its weights to the same servers"
             )
+    if config.save_rollouts:
+        for task in sampler.tasks:
+            dump_json(task, f"task {task.id!r}")
     sampler.request(sampler.tasks, 0, "train").check(agent, sampler.rollout_workers)
     agent.check_tasks(eval_tasks)

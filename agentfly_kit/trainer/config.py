@@ -36,6 +36,8 @@ _EXTENDED_ESTIMATORS = ("opo", "gdpo", "remax", "none")
 TURN_ESTIMATORS = ("gigpo", "arpo")
 _WHITENED_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 TOKEN_ESTIMATORS = (*_WHITENED_ESTIMATORS, "optimal_token_baseline")
+# Estimators that read the rewards of turns ("gdpo" as metrics), and "none", which reads no rewards.
+SEE_TURN_REWARDS = (*TOKEN_ESTIMATORS, "gigpo", "gdpo", "none")
 # Estimators that compare the chains of a group, so that the only chain of a group has advantage 0.
 GROUP_ESTIMATORS = (
     *OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, "opo", "gdpo", "reinforce_plus_plus_baseline", "optimal_token_baseline",
@@ -76,6 +78,8 @@ class TrainConfig(PPOConfig):
             to the advantage of each token, to reduce the reverse KL to the `teacher=` of `train`. 0 disables it.
         advantage_per: How outcome estimators count a chain that has several rows: as one member of its group
             ("trajectory"), or as one member per row ("row").
+        sum_turn_rewards: Whether to add the rewards of the turns of a chain to its reward. By default, a run with turn
+            rewards is rejected if its estimator does not read them, which only "gigpo", "gdpo" and token estimators do.
         row_credit: How the advantage of a chain is distributed over its rows: "broadcast", "last", "uniform" or
             "geometric"; see `af.advantages.row_credit`. Only for outcome estimators with advantage_per="trajectory".
         row_discount: Discount factor of row_credit="geometric", applied to the advantage of a row for each later row.
@@ -136,6 +140,7 @@ class TrainConfig(PPOConfig):
     attribution: Attribution = "soft"
     teacher_coef: float = 0.0
     advantage_per: AdvantagePer = "trajectory"
+    sum_turn_rewards: bool = False
     row_credit: RowCredit = "broadcast"
     row_discount: float = 0.9
     authors: tuple[str, ...] | str | None = None
@@ -264,6 +269,10 @@ class TrainConfig(PPOConfig):
         """Raise SettingsError if a setting that was changed from its default has no effect."""
         conditions = {
             "kl_horizon": ("with kl_target", self.kl_target is not None),
+            "sum_turn_rewards": (
+                "with estimators that compare the rewards of whole chains",
+                self.advantage not in SEE_TURN_REWARDS,
+            ),
             "row_credit": (
                 "with outcome estimators and advantage_per='trajectory'",
                 self.advantage_per == "trajectory"

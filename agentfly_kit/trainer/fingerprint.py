@@ -64,11 +64,19 @@ def _options(values: Mapping[str, Any]) -> dict[str, Any]:
 _HOOKS = ("before_chain", "before_turn", "after_observation", "on_context_full", "group_reward")
 
 
+# Settings that 0.2 lacked. They are recorded only if they are set, so that runs of 0.2 can be continued.
+_ADDED = ("sum_turn_rewards",)
+
+
 def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | Engine | None = None) -> dict[str, Any]:
     """Return the fingerprint of a run as a dict of JSON values. `start` is the fingerprint of the initial weights."""
     agent, config, chat = sampler.agent, sampler.config, sampler.agent.chat
     return {
-        "config": {f.name: _as_json(getattr(config, f.name)) for f in dataclasses.fields(config)},
+        "config": {
+            f.name: _as_json(getattr(config, f.name))
+            for f in dataclasses.fields(config)
+            if f.name not in _ADDED or getattr(config, f.name) != f.default
+        },
         "agent": {
             "system": agent.system,
             "max_turns": agent.max_turns,

@@ -136,7 +136,8 @@ class RolloutSampler:
         """Run the part of a rollout that is assigned to this process."""
         self.handle = RolloutHandle(self._pausable(agent), self.request(tasks, index, purpose), self.rollout_workers)
         try:
-            return await self.handle
+            rollout = await self.handle
+            return rollout.sum_turn_rewards() if self.config.sum_turn_rewards else rollout
         finally:
             self.handle = None
 
@@ -146,6 +147,7 @@ class RolloutSampler:
         greedy = await agent.rollout(
             rollout.tasks, max_concurrency=self.config.max_concurrency, workers=self.rollout_workers
         )
+        greedy = greedy.sum_turn_rewards() if self.config.sum_turn_rewards else greedy
         firsts = [group.trajectories[0] for group in greedy.groups]
         return {t.task.id: math.nan if t.reward is None else t.reward for t in firsts}
 

@@ -312,6 +312,11 @@ class Run(Displayable):
         """Delete the records and policies of all steps after `steps`, and incomplete lines of `steps.jsonl`."""
         kept = self.records[:steps]
         file = self.path / "steps.jsonl"
+        if len(kept) < steps:
+            raise RunError(
+                f"{file} must contain the records of the {steps} steps of the checkpoint, got {len(kept)}; restore the "
+                "file, or start over with resume=False"
+            )
         text = "".join(json.dumps(r, separators=(",", ":")) + "\n" for r in kept)
         if not file.exists() or file.read_text(encoding="utf-8") != text:
             with atomic_write(file) as out:

@@ -12,6 +12,7 @@ from waiting import GUARD
 
 import agentfly_kit as af
 from agentfly_kit._async.pending_call import PendingCall, pending_call
+from agentfly_kit.errors import _OTHER_NAMES
 
 
 class Chain:
@@ -64,6 +65,13 @@ async def test_asyncio_accepts_it_as_a_coroutine() -> None:
         (af.evaluate, "sample", "samples"),
         (af.ppo_step, "referense", "reference"),
         (af.train, "eval_task", "eval_tasks"),
+        (af.evaluate, "n", "samples"),
+        *(
+            (eval(f), other, name)
+            for f, table in _OTHER_NAMES.items()
+            for name in table
+            for other in table[name].split()
+        ),
     ],
 )
 def test_an_unknown_keyword_names_the_closest_one(function: Any, keyword: str, close: str) -> None:
@@ -74,6 +82,11 @@ def test_an_unknown_keyword_names_the_closest_one(function: Any, keyword: str, c
     )
     gc.collect()  # no warning of a call that was never awaited
     assert close in inspect.signature(function).parameters, "help and completion show the signature"
+
+
+def test_a_keyword_of_another_function_is_named_with_it() -> None:
+    errors.check(lambda: af.TrainConfig(max_new_tokens=9), TypeError, "did you mean 'max_tokens' of af.Sampling?")  # type: ignore[call-arg]
+    errors.check(lambda: af.TrainConfig(temperature=1), TypeError, "did you mean 'temperature' of af.Sampling?")  # type: ignore[call-arg]
 
 
 async def test_a_call_that_cannot_begin_warns_of_no_missing_await() -> None:

@@ -155,6 +155,9 @@ def test_golden_gigpo() -> None:
     close(a, [[0.5 + 0.125, 0.5 + 0.25, 0.5], [-0.5 - 0.125, -0.5 - 0.25, 0]])
     a = adv.gigpo(rewards, groups, turn_rewards=turns, states=states, gamma=0.5, weight=0.0)
     close(a, [[0.7071] * 3, [-0.7071, -0.7071, 0]], 1e-4)
+    # Without a reward at the end, the episodes have the total returns 1 and 0.
+    a = adv.gigpo([0, 0], [0, 0], turn_rewards=[[1, 0], [0]], states=[["a", "b"], ["c"]])
+    close(a, [[0.7071] * 2, [-0.7071, 0]], 1e-4)
     # Equal states in different groups are not compared, and an unscored trajectory is in no mean.
     a = adv.gigpo([1, 0, None], [0, 1, 0], turn_rewards=[[1], [0], [5]], states=[["s"]] * 3, singleton="raw")
     close(a, [[2.0], [0], [0]])

@@ -1,6 +1,7 @@
 """Chains: exact tokens, masks, stop reasons, failures, interactive calls, rewinding and forks."""
 
 import asyncio
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -638,3 +639,45 @@ async def test_subscribers_are_notified_of_every_change() -> None:
     seen.clear()
     await chain.close()
     assert seen == []
+
+
+LONG = "word " * 20_000
+
+
+@pytest.mark.parametrize("where", ["prompt", "tool result", "harness"])
+async def test_long_messages_are_encoded_while_the_event_loop_runs(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Looked for: tasks, tool results, and messages of a harness. Each delayed all chains, past their limits too."""
+    begun, goes_on = threading.Event(), threading.Event()
+    real = af.Chat.encode
+
+    def encode(self: af.Chat, text: str) -> tuple[int, ...]:
+        if LONG in text:
+            begun.set()
+            assert goes_on.wait(GUARD)
+        return real(self, text)
+
+    @af.tool(max_chars=None)
+    def look() -> str:
+        """Look."""
+        return LONG
+
+    async def asking(endpoint: af.Endpoint) -> str:
+        return str((await endpoint.chat([{"role": "user", "content": LONG}]))["choices"][0]["message"]["content"])
+
+    def looks() -> str:
+        return call("", "look").replace('{"expression":""}', "{}")
+
+    monkeypatch.setattr(af.Chat, "encode", encode)
+    script = [looks(), "5"] if where == "tool result" else ["5"]
+    more: dict[str, Any] = {"harness": asking} if where == "harness" else {"tools": [look]}
+    a = af.Agent(af.ScriptedEngine(script), chat=chat(), **more)
+    content = LONG if where == "prompt" else "What is 2+3?"
+
+    async def run() -> af.Rollout:
+        return await a.rollout([af.Task("t", ({"role": "user", "content": content},))])
+
+    running = asyncio.create_task(run())
+    await until(begun.is_set)
+    goes_on.set()
+    (t,) = (await running).trajectories
+    assert (t.stop, t.error, t.final) == ("answered", None, "5")

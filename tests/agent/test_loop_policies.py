@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from agents import Played, agent, calculator, call, chat, exact, played, shipped, tasks
+from agents import agent, calculator, call, chat, exact, played, shipped, tasks
 
 import agentfly_kit as af
 
@@ -126,34 +126,53 @@ async def test_a_penalty_for_invalid_calls_is_a_reward_with_a_negative_weight() 
 # --- summaries
 
 
-async def summarized(script: list[str], max_length: int, **options: Any) -> tuple[Any, Played]:
-    options.setdefault("tokens", 24)
-    a = played(script, max_length=max_length, on_context_full=af.hooks.summarize("Sum up.", **options), max_turns=9)
-    return await one(a.replace(sampling=a.sampling.replace(max_tokens=24))), a.engine
+CALL = call("1+1")
+TOKENS = len(chat().encode(CALL)) + 1
+ROOM = len(played([]).chain(TASK).ids) + 57  # tokens of the prompt and of two calls with their results
 
 
-async def test_a_full_context_is_summarized_by_the_policy() -> None:
-    room = len(played([]).chain(TASK).ids) + 4 * len(chat().encode(call("1+1"))) + 24
-    script = [call("1+1"), call("1+1"), call("1+1"), call("1+1")]
-    for n in range(1, 4):
-        t, _ = await summarized([*script[:n], "found 2", "2", "2"], room)
-        if len(t.rows) > 1:
-            break
-    assert (t.stop, t.reward, len(t.rows)) == ("answered", 1.0, 3)
+async def summarized(
+    script: list[str], max_length: int = ROOM, tokens: int = 24, rows: int = 8, **settings: Any
+) -> Any:
+    hook = af.hooks.summarize("Sum up.", tokens=tokens, rows=rows)
+    return await one(played(script, max_length=max_length, on_context_full=hook, max_turns=9, **settings))
+
+
+@pytest.mark.parametrize("nudge", [None, "Call the tool."])
+@pytest.mark.parametrize("extra", ["", CALL, "<tool_call>{oops</tool_call>"])
+async def test_a_full_context_is_summarized_by_the_policy(extra: str, nudge: str | None) -> None:
+    """The chain continues from the text of the summary, whatever else it contains, so no policy escapes its reward.
+
+    `Chain.compact` refuses pending calls, which only this hook can meet: `sliding_window` compacts after results.
+    """
+    t = await summarized([CALL, CALL, f"found 2{extra}", *["2"] * 2], nudge=nudge)
+    assert (t.stop, t.error, t.reward, len(t.rows)) == ("answered", None, 1.0, 3)
     question, rest = (chat().text(row.ids.tolist()) for row in t.rows[1:])
     assert "Sum up." in question
-    assert question.endswith("found 2<|im_end|>")
-    assert "found 2" in rest
+    assert question.endswith(f"found 2{extra}<|im_end|>")
+    assert "found 2<|im_end|>" in rest
     assert "Sum up." not in rest
-    assert max(map(len, t.rows)) <= room
-    assert int(t.rows[1].action_mask.sum()) == len(chat().encode("found 2")) + 1  # the summary is trained
+    assert max(map(len, t.rows)) <= ROOM
+    assert int(t.rows[1].action_mask.sum()) == len(t.rows[1].turns[-1].ids)  # the summary is trained
+
+
+async def test_a_summary_that_only_calls_continues_the_chain() -> None:
+    t = await summarized([CALL, CALL, CALL, "2"])
+    assert (t.stop, t.error, t.reward, len(t.rows)) == ("answered", None, 1.0, 3)
+    assert CALL in chat().text(t.rows[2].ids.tolist())
+
+
+@pytest.mark.parametrize("summary", [CALL + "and…", "found 2…"])
+async def test_a_limit_that_ends_a_summary_ends_the_chain(summary: str) -> None:
+    limit = 2 * TOKENS + len(chat().encode(summary[:-1]))
+    t = await summarized([CALL, CALL, summary, "2"], max_tokens=limit)
+    assert (t.stop, t.error, t.reward, len(t.rows)) == ("chain_tokens", None, 0.0, 2)
 
 
 async def test_a_context_without_room_for_a_summary_ends_the_chain() -> None:
-    room = len(played([]).chain(TASK).ids) + 3 * len(chat().encode(call("1+1")))
-    t, _ = await summarized([call("1+1")] * 8, room, tokens=400)
+    t = await summarized([CALL] * 8, tokens=400)
     assert (t.stop, t.reward) == ("context_full", 0.0)
-    t, _ = await summarized([call("1+1")] * 8, room, rows=1)
+    t = await summarized([CALL] * 8, rows=1)
     assert t.stop == "context_full"
 
 

@@ -2,13 +2,18 @@
 
 import dataclasses
 import math
+from typing import Any, cast
 
+import errors
 import pytest
 import torch
 from agents import agent, tasks
 from test_batch import row
 
 import agentfly_kit as af
+from agentfly_kit.errors import BatchError
+from agentfly_kit.rewards import RewardSet
+from agentfly_kit.trainer.batch_builder import BatchBuilder
 
 TWO = (("prompt", 2), ("action", 2), ("observation", 1), ("action", 2))
 
@@ -39,6 +44,45 @@ def test_turn_rewards_and_states() -> None:
     assert af.turn_data([a], state=lambda t, i: (t.chain, i)).states == (((0, 1), (0, 3)),)
     # `collate` assigns the same sums to tokens.
     assert af.collate([a]).token_rewards[0].nan_to_num().tolist() == [0, 0, 0, 0.25, 0, 0, 1.5]
+
+
+@af.reward
+def zero(final: str | None) -> float:
+    return 0.0
+
+
+@af.reward(per="turn")
+def by_turn(turn: af.Turn) -> float:
+    return 0.0
+
+
+def plus_one(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    return rewards + 1
+
+
+@pytest.mark.parametrize("turn", ["_2", "_3"])
+@pytest.mark.parametrize("name", ["arpo", "gdpo", "gigpo", "grpo", "none", "opo", "reinforce_plus_plus", plus_one])
+def test_turn_rewards_have_an_effect_or_are_refused(name: Any, turn: str) -> None:
+    """Turn 2 is an observation, whose reward a tool returned; turn 3 is an action, which a function rewarded.
+
+    Filters, refills, greedy chains and KL penalties of a run also use the rollout that `sum_turn_rewards` returns.
+    """
+    metrics: Any = [{"zero": 0.0, "by_turn": i * (turn == "_3")} for i in range(2)]
+    chains = [turned(row(*TWO, reward=0.0, chain=i, metrics=metrics[i]), **{turn: float(i)}) for i in range(2)]
+    rollout, rewards = af.Rollout.from_trajectories(chains), RewardSet([zero, by_turn])
+    summed = rollout.sum_turn_rewards()
+    assert ([t.reward for t in summed], [t.success for t in summed]) == ([0.0, 1.0], [False, False])
+    config = af.TrainConfig(advantage=name, teacher_coef=float(name == "none"))
+    build = BatchBuilder(cast(af.Policy, None), config, rewards).build
+    if name in ("gigpo", "reinforce_plus_plus") or (name, turn) == ("gdpo", "_3"):
+        assert build(rollout, 0.0).advantages.nan_to_num().any()
+    elif name == "none":
+        assert not build(rollout, 0.0).advantages.nan_to_num().any()
+    else:
+        errors.check(lambda: build(rollout, 0.0), BatchError, f"turn {turn[1]} of 'g/1' has the reward 1, which has no")
+        wanted = [1.0, 2.0] if callable(name) else [-0.707, 0.707]
+        if name not in ("gdpo", "opo"):
+            torch.testing.assert_close(build(summed, 0.0).advantages[:, 2], torch.tensor(wanted), atol=1e-3, rtol=0)
 
 
 def test_gigpo_compares_turns_with_equal_states() -> None:

@@ -19,7 +19,7 @@ def model(family: str, **changes: Any) -> Any:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     shape = {
-        "vocab_size": 90, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
+        "vocab_size": 400, "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128, "initializer_range": 0.2,
         "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
     }  # fmt: skip

@@ -20,7 +20,7 @@ from typing import Any
 import errors
 import pytest
 import torch
-from agents import agent, chat, fresh, random_policy, reference_logprobs, tasks
+from agents import agent, chat, fresh, random_policy, reference_logprobs, shipped, tasks
 from paths import TESTS
 from test_decoder import GPT_NEO, WINDOWED, model, windowed
 from waiting import GUARD, until
@@ -30,7 +30,7 @@ from agentfly_kit.engines.local import engine as local
 from agentfly_kit.engines.local import generation
 from agentfly_kit.engines.local import slots as slot_table
 from agentfly_kit.engines.local.decoder import FusedLlamaDecoder
-from agentfly_kit.engines.local.generation import ContinuousBatch
+from agentfly_kit.engines.local.generation import ContinuousBatch, _WeightMonitor
 from agentfly_kit.errors import EngineError
 from agentfly_kit.types import TurnRequest
 
@@ -253,12 +253,22 @@ async def test_every_kind_of_attention_gives_the_logprobs_of_a_full_forward(fami
         check(policy, ids, sample)
 
 
+LATENT = {
+    "kv_lora_rank": 16, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "head_dim": 8,
+    "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 16,
+}  # fmt: skip
+SIZES = "a trial raised ValueError: the KV cache needs keys and values of one size, got 16 and 8"
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "reason"),
     [
         ("mamba", {"state_size": 8}, "it has layers of type 'linear_attention'"),
         ("rwkv", {"attention_hidden_size": 48}, "a trial gave other hidden states with a KV cache"),
         ("gpt_neo", GPT_NEO, "its config restricts attention by window_size"),
+        ("deepseek_v3", LATENT | {"first_k_dense_replace": 1}, SIZES),
+        ("deepseek_v2", LATENT, SIZES),
     ],
 )
 def test_models_without_a_usable_kv_cache_are_rejected(family: str, changes: Any, reason: str) -> None:
@@ -420,6 +430,27 @@ async def test_loaded_weights_invalidate_cached_keys() -> None:
     check(policy, ids, await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("c")))
 
 
+@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.q_norm"])
+async def test_an_edit_through_data_invalidates_cached_keys(name: str) -> None:
+    """An edit of a matrix or a vector, which spares its first elements; with low precision, too."""
+    policy = random_policy(7)
+    for p in (
+        torch.randn(20, 8),
+        torch.randn(20, 8, dtype=torch.bfloat16),
+        torch.randn(3, 4, 8),
+        torch.ones(2, 2).int(),
+    ):
+        summary = _WeightMonitor(policy)._summary
+        before = summary(p)
+        p.data[0 if p.dtype == torch.int32 else -1] *= 3
+        assert not torch.equal(summary(p), before)
+    engine = af.LocalEngine(policy)
+    ids = prompt(30)
+    await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("a"))
+    policy.model.get_submodule(f"model.layers.0.{name}").weight.data[8:] *= -2
+    check(policy, ids, await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("b")))
+
+
 async def test_an_external_fused_optimizer_invalidates_cached_keys() -> None:
     """A fused optimizer changes neither the policy's version nor torch's version counters."""
     policy = random_policy(7)
@@ -574,11 +605,19 @@ async def test_concurrent_requests_of_one_session_are_rejected() -> None:
     assert len((await first).ids or ()) == 60
 
 
+async def test_dropout_stays_off_after_another_library_trained_the_model() -> None:
+    """Also looked at: the trainer and imitation, which use the policy's forward pass, and gradient checkpointing."""
+    policy = af.Policy(model("opt", word_embed_proj_dim=48, ffn_dim=80, dropout=0.5), chat())
+    engine = af.LocalEngine(policy)
+    for _ in range(2):
+        check(policy, prompt(8), await engine.sample(prompt(8), af.Sampling(max_tokens=4), 3))
+        policy.model.train()
+
+
 async def test_logits_that_are_not_finite_raise() -> None:
     policy = random_policy(11)
     with torch.no_grad():
         policy.model.get_output_embeddings().weight.fill_(math.nan)
-    policy._has_plain_head = True  # as if checked before the weights diverged
     await errors.check(
         lambda: af.LocalEngine(policy).sample(prompt(4), af.Sampling(max_tokens=3), 0),
         EngineError,
@@ -694,6 +733,13 @@ async def test_only_float32_on_a_cpu_is_reproducible(monkeypatch: pytest.MonkeyP
     half = random_policy(2)
     half.model.to(torch.bfloat16)
     assert not af.LocalEngine(half).reproducible
+    experts = af.LocalEngine(af.Policy(model("mixtral", num_local_experts=4), chat()))
+    assert not experts.reproducible and "not reproducible: the rows of an expert" in repr(experts)
+    few = af.LocalEngine(shipped(), slots=8)
+    for session in "abcdefghi":
+        assert few.reproducible
+        await few.sample(prompt(9), af.Sampling(max_tokens=2), 0, request=request(session))
+    assert not few.reproducible and "more chains were alive than slots" in repr(few)
     got = await af.LocalEngine(half).sample(prompt(5), af.Sampling(max_tokens=4), 0)
     assert all(math.isfinite(x) for x in got.logprobs or (math.nan,))
 
@@ -746,6 +792,20 @@ async def test_uninitialized_memory_is_never_read(monkeypatch: pytest.MonkeyPatc
         torch.use_deterministic_algorithms(False)
     assert [s.ids for s in poisoned] == [s.ids for s in plain]
     assert [s.logprobs for s in poisoned] == [s.logprobs for s in plain]
+
+
+async def test_a_fork_has_the_same_logprobs_whether_keys_of_its_parent_are_left_or_not() -> None:
+    """With few chains at once, the parent has ended, and others have taken its slot, before its fork begins."""
+    ids, found = prompt(30, seed=1), []
+    for others in (0, 40):
+        engine = af.LocalEngine(shipped())
+        parent = await engine.sample(ids, af.Sampling(max_tokens=24), 1, request=request("a"))
+        engine.release("a")
+        for i in range(others):
+            await engine.sample(prompt(60, seed=2 + i), af.Sampling(max_tokens=1), 1)
+        longer = [*ids, *(parent.ids or ()), *prompt(5, seed=9)]
+        found.append((await engine.sample(longer, af.Sampling(max_tokens=24), 2, request=request("a.1", 1))).logprobs)
+    assert found[0] == found[1]
 
 
 async def test_a_model_is_tried_only_while_its_weights_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ exact tokens of a real vLLM server are tested in test_engine_vllm.py.
 import asyncio
 import contextlib
 import json
+import math
 import re
 import socket
 import time
@@ -285,6 +286,10 @@ async def test_a_probe_finds_exact_tokens(server: Server, engine: Connect) -> No
     sent = server.got[-1][1]
     assert tuple(sent["prompt"]) == trajectory.turns[0].ids and sent["stop_token_ids"] == list(stops)
     assert sent["return_token_ids"] is True and sent["add_special_tokens"] is False
+    # The model's generation_config.json would set them otherwise. Looked for: all fields of vLLM's SamplingParams.
+    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+    neutral |= {"presence_penalty": 0.0, "frequency_penalty": 0.0}
+    assert {name: sent[name] for name in neutral} == neutral
     batch = af.collate([trajectory.replace(reward=1.0)])
     assert batch.logprobs[batch.mask].tolist() == [-0.5] * 3 and bool(batch.entropies.isnan().all())
     errors.check(lambda: model.chat, af.errors.EngineError, "own chat")
@@ -314,8 +319,50 @@ async def test_exact_tokens_refuse_what_could_not_be_recorded(server: Server, en
     await errors.check(
         lambda: model.sample([1, 2], af.Sampling(top_p=0.9), 0), af.errors.EngineError, "removed by truncation"
     )
+    full = [1] * 512
+    for ids in (full, [*full, 1]):
+        await errors.check(lambda ids=ids: model.sample(ids, af.Sampling(), 0), af.errors.EngineError, "no space")
+    nucleus = engine(tokens="exact", stop_ids=(1,), extra_body={"top_p": 0.5})
+    await errors.check(lambda: nucleus.sample([1, 2], af.Sampling(), 0), af.errors.EngineError, "got {'top_p': 0.5}")
     without = engine(tokens="exact")
     await errors.check(lambda: without.sample([1, 2], af.Sampling(), 0), af.errors.EngineError, "stop_ids")
+
+
+@pytest.mark.parametrize("logprob", [math.nan, -math.inf, math.inf, None])
+async def test_a_logprob_that_is_not_finite_ends_one_chain(server: Server, engine: Connect, logprob: Any) -> None:
+    """Looked for: logprobs, entropies and masses of all engines, whose samples are checked in one place."""
+    serve(server)
+    good = server.answer
+    tasks = agents.tasks(3)
+
+    def say(path: str, body: dict[str, Any]) -> Any:
+        answer = good(path, body)
+        if body and tuple(body.get("prompt", ())) == prompts[1]:
+            answer["choices"][0]["logprobs"]["token_logprobs"][1] = logprob
+        return answer
+
+    model = await engine(stop_ids=agents.chat().stop_ids).probe()
+    agent = make(model, chat=agents.chat())
+    prompts = [agent.chain(task).ids for task in tasks]
+    server.answer = say
+    rollout = await agent.rollout(tasks, 2)
+    assert [t.stop for t in rollout.trajectories] == ["answered"] * 2 + ["error"] * 2 + ["answered"] * 2
+    assert len(af.collate([t if t.error else t.replace(reward=float(t.chain)) for t in rollout.trajectories])) == 4
+
+
+async def test_thinking_that_the_server_has_parsed_is_kept_and_sent_back(server: Server, engine: Connect) -> None:
+    def say(path: str, body: dict[str, Any]) -> Any:
+        answer = chat("42") if len(server.got) > 1 else chat(None, ("calculator", '{"expression": "1"}'))
+        answer["choices"][0]["message"][field] = f"thought {len(server.got)}"
+        return answer
+
+    server.answer = say
+    for field in ("reasoning_content", "reasoning"):
+        server.got.clear()
+        trajectory = await first(engine())
+        actions = [turn for turn in trajectory.turns if turn.kind == "action"]
+        assert [turn.messages[0]["thinking"] for turn in actions] == ["thought 1", "thought 2"]
+        assert server.got[1][1]["messages"][-2][field] == "thought 1"
 
 
 # --- a server as the teacher of a distillation ---

@@ -118,6 +118,23 @@ async def test_before_it_starts_it_says_what_it_will_be(tmp_path: Path) -> None:
     await errors.check(lambda: engine.sample([1], af.Sampling(), 0), af.errors.EngineError, "was closed")
 
 
+def test_a_model_with_several_parts_has_the_settings_of_its_language_model(tmp_path: Path) -> None:
+    """Also looked at: head sizes for vLLM's CPU kernels, and all settings that `Policy` and its decoder read."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    plain = agents.random_policy().model.config
+    text = dict(plain.to_diff_dict(), model_type="gemma3_text", sliding_window=16)
+    vision = dict.fromkeys(("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"), 2)
+    parts = {"text_config": text, "vision_config": vision | {"image_size": 8, "patch_size": 4}}
+    config = AutoConfig.for_model("gemma3", **parts, mm_tokens_per_image=4)
+    policy = af.Policy(AutoModelForCausalLM.from_config(config), agents.chat())
+    engine = af.VLLMEngine(policy.save(tmp_path))
+    assert (engine.vocab_size, engine.max_length) == (policy.vocab_size, policy.max_length) == (400, 256)
+    architecture = weight_transfer.architecture
+    assert architecture(config) == architecture(plain) | {"model_type": "gemma3"}
+    assert engine._settings()["kv_cache_memory_bytes"] == 64 << 20 and "context length" in policy._repr_html_()
+
+
 @pytest.mark.skipif(importlib.util.find_spec("vllm") is not None, reason="vLLM is installed")
 async def test_without_vllm_it_says_what_to_type() -> None:
     engine = af.VLLMEngine(agents.shipped())

@@ -125,7 +125,6 @@ def test_weights_leave_merged_once_and_without_the_value_head() -> None:
     [
         {},
         {"use_dora": True},
-        {"target_modules": ["q_proj", "embed_tokens"]},  # tied weights need the whole model to be merged
         {"modules_to_save": ["norm"]},
     ],
     ids=str,

@@ -176,16 +176,18 @@ async def test_shaped_rewards_sum_to_one_with_detours() -> None:
         ("2/4", "1/2", True), ("8^(1/2)", "2*2^(1/2)", True), ("0.5", "1/2", True), ("0.1+0.2", "0.3", True),
         ("(1+sqrt(2))^2", "3+2*sqrt(2)", True), ("2^-1", "1/2", True), ("-3^2", "-9", True), ("1/3", "0.333", False),
         ("\\frac{2}{4}", "1/2", True), ("$\\sqrt{8}$", "2\\sqrt{2}", None), ("2/3", "3/2", False),
-        ("pi", "3.14", False),
+        ("pi", "3.14", False), ("so \\boxed{42}", "42", True), ("\\boxed{1} or \\boxed{\\frac{1}{2}}.", "0.5", True),
+        ("\\boxed{42", "42", None), ("42 \\boxed{7}", "42", False), ("\\boxed{x}", "\\boxed{y}", None),
         ("seven", "7", None), ("1/0", "1", None), ("__import__('os')", "1", None), ("9^9^9", "1", None),
         ("2^100000", "1", None), ("(-1)^(1/2)", "1", None), ("0^-1", "1", None), ("1" * 300, "1", None),
         ("(" * 150 + ")" * 50, "1", None), ("1 if 1 else 2", "1", None), ("True", "1", None), ("", "1", None),
     ],
 )  # fmt: skip
 def test_same_compares_values(a: str, b: str, equal: bool | None) -> None:
-    assert exact.same(a, b) is equal
+    assert exact.same(a, b) is equal and exact.equivalent(a, b) is bool(equal)
     if equal is not None:
         assert exact.same(b, a) is equal
+    assert exact.equivalent("set \\boxed{ {1,2} }", "{1,2}") and not exact.equivalent(None, "")
 
 
 def test_shown_values_can_be_parsed() -> None:
@@ -201,6 +203,7 @@ async def test_other_notations_are_compared_by_math_verify_in_a_sandbox() -> Non
         for said, answer, right in [
             ("2/4", "1/2", 1), ("x+1", "1+x", 1), ("{2,1}", "{1,2}", 1), ("[1,2]", "(1,2)", 0), ("1/0", "1/0", 1),
             ("$\\sqrt{8}$", "2\\sqrt{2}", 1), ("1/2", "x+1", 0), ("seven", "7", 0), ("", "7", 0),
+            ("so \\boxed{\\{2,1\\}}" + "!" * 500, "{1,2}", 1),
             ("1/2 or 2/3", "1/2", 0), ("1,2,3,4,5,6,7,8,9", "7", 0), ("0.30000000000000001", "0.3", 0),
         ]:  # fmt: skip
             assert await af.envs.math.Math().reward(said, answer, context) == right, (said, answer)

@@ -1,14 +1,17 @@
 """Environments: classes written in a cell, with reset, tools, done, reward and fork."""
 
+import asyncio
 import copy
 import inspect
 import json
 import re
+import threading
 from typing import Any
 
 import agents
 import errors
 import pytest
+from waiting import GUARD
 
 import agentfly_kit as af
 
@@ -149,6 +152,17 @@ async def test_cleanup_runs_on_release_unless_it_is_a_tool() -> None:
         await pool.close()
 
 
+async def test_chains_do_not_share_a_mutable_default_of_reset() -> None:
+    class Remembers(Guess):
+        def reset(self, task: af.Task, seed: int, seen: list[str] = []) -> str:  # noqa: B006
+            super().reset(task, seed)
+            seen.append(task.id)
+            return " ".join(seen)
+
+    rollout = await guesser(["7"], Remembers, size=1).rollout([task(id="a"), task(id="b")])
+    assert [t.turns[0].messages[-1]["content"].split()[2:] for t in rollout.trajectories] == [["a"], ["b"]]
+
+
 async def test_prepare_adds_the_result_of_reset_to_the_prompt() -> None:
     chain = guesser(["x"]).chain(task())
     errors.check(lambda: chain.force("x"), af.errors.SettingsError, "await chain.prepare()")
@@ -185,6 +199,74 @@ async def test_a_failing_reset_leaves_only_its_chain_unscored() -> None:
     assert (b.reward, b.stop) == (None, "error")
     assert "Guess.reset failed for task 'broken'" in str(b.error)
     assert "secret" in str(b.error)
+
+
+class Connected(Guess):
+    """An environment that stays broken once its connection is lost."""
+
+    lost_in = ""
+    made = 0
+
+    def __init__(self) -> None:
+        type(self).made += 1
+        self.broken = False
+
+    def lose(self, where: str) -> None:
+        if self.broken or (where == self.lost_in and type(self).made == 1):
+            self.broken = True
+            raise ConnectionResetError("the simulator is gone")
+
+    def reset(self, task: af.Task, seed: int) -> str:
+        self.lose("reset")
+        return super().reset(task, seed)
+
+    @af.tool
+    def guess(self, number: int) -> str:
+        """Guess the number.
+
+        Args:
+            number: from 1 to 10.
+        """
+        self.lose("guess")
+        return Guess.guess.function(self, number)
+
+    def reward(self, state: dict[str, Any]) -> float:
+        self.lose("reward")
+        return super().reward(state)
+
+
+@pytest.mark.parametrize("where", ["reset", "guess", "reward"])
+async def test_an_environment_that_failed_is_replaced(where: str) -> None:
+    """Looked for: failures of infrastructure in `reset`, tools and rewards. After each, the instance was lent again."""
+
+    class Losing(Connected):
+        lost_in = where
+
+    chains = (await guesser([call(7)], Losing, size=1).rollout([task(id=f"{i}") for i in range(4)])).trajectories
+    assert sorted((t.stop, t.reward) for t in chains if t.error) == [
+        ("error" if where != "reward" else "env_done", None)
+    ]
+    assert [t.reward for t in chains if not t.error] == [1.0] * 3
+    assert Losing.made == 2
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+async def test_the_time_limit_of_a_pool_holds_for_the_reset_of_an_environment(kind: str) -> None:
+    released = threading.Event()
+
+    class Slow(Guess):
+        def reset(self, task: af.Task, seed: int) -> Any:
+            if task.id == "slow":
+                return asyncio.sleep(GUARD) if kind == "async" else released.wait(GUARD)
+            return super().reset(task, seed)
+
+    try:
+        agent = guesser([call(7)], Slow, pool=af.Pool(Slow, size=1, start_timeout=0.05))
+        slow, fast = (await agent.rollout([task(id="slow"), task(id="fast")], max_concurrency=1)).trajectories
+    finally:
+        released.set()
+    assert slow.reward is None and "Slow.reset failed for task 'slow' (TimeoutError: took longer" in str(slow.error)
+    assert fast.reward == 1.0
 
 
 async def test_a_tool_is_tried_alone() -> None:

@@ -118,7 +118,7 @@ READERS: dict[str, Callable[[str], Any]] = {
 }
 REPEATED = (
     "a[", "a", " ", "a ", "the ", "<", "<answer>", "<think>", "<scores>", "<order>", "<better>1", "```\n", "```", "[",
-    "[A", '"', "a:", ":", ",", "1/", "0", ".", " e.p.", "put a in ", "go to ", "(", "\\frac{", "\n",
+    "[A", '"', "a:", ":", ",", "1/", "0", ".", " e.p.", "put a in ", "go to ", "(", "\\frac{", "\\boxed{", "\n",
 )  # fmt: skip
 
 

@@ -2,12 +2,14 @@
 
 import json
 import re
+from collections import namedtuple
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import agents
 import errors
+import numpy as np
 import packages
 import pytest
 from paths import TESTS
@@ -248,19 +250,50 @@ async def test_environments_of_three_protocols() -> None:
     assert "word 3" in str(t.messages) and observations(t) == ["A", "END"]
     assert (t.metrics["total"], t.stop) == (0.5, "env_done")
 
+    class Old:
+        """Protocol of Gym before 0.26, with observations that are tuples."""
+
+        def reset(self) -> Any:
+            return 1, {"cards": 2}, False
+
+        def step(self, action: str) -> Any:
+            return (1, action), np.float32(0.25), np.bool_(action == "end"), {}
+
+    t = await played(af.envs.from_env(Old), ["a", "end"])
+    assert "(1, {'cards': 2}, False)" in str(t.messages[0]["content"]) and observations(t)[1] == "(1, 'end')"
+    assert (t.metrics["total"], t.stop) == (0.5, "env_done")
+
+
+class NoStep:
+    def reset(self) -> None: ...
+
 
 async def test_environments_without_a_method_are_rejected() -> None:
-    class NoStep:
-        def reset(self) -> None: ...
-
-    class Odd(NoStep):
-        def step(self, action: str) -> float:
-            return 1.0
-
     t = await played(af.envs.from_env(lambda: NoStep()), ["a"])
     assert t.reward is None and "NoStep must have a method step" in str(t.error)
+
+
+Timestep = namedtuple("Timestep", "step_type, reward, discount, observation")
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        1.0, None, ("o", 1.0, True), ("o", 1.0, True, False), Timestep(1, 1.0, 1.0, {}), ("o", float("nan"), True, {}),
+        (np.zeros((1, 2)), np.ones(1), np.array([True]), np.array([False]), {}), (["o"], [1.0], [True], [{}]),
+        ({"a": 1}, {"a": 1.0}, {"a": False}, {"a": False}, {"a": {}}), StepResult("o", [1.0], [True]),  # type: ignore
+    ],
+)  # fmt: skip
+async def test_a_chain_whose_environment_has_another_protocol_is_not_scored(result: Any) -> None:
+    """Three values, no info, dm_env, vector environments, and those for several agents. All were scored 0."""
+
+    class Odd(NoStep):
+        def step(self, action: str) -> Any:
+            return result
+
     t = await played(af.envs.from_env(Odd), ["a"])
-    assert "must return a result as in Gymnasium, TextArena or OpenEnv, got 1.0" in str(t.tool_calls[0].result)
+    assert (t.reward, t.stop) == (None, "error")
+    assert "Odd.step must return a result as in Gymnasium, TextArena or OpenEnv, " in str(t.error)
 
 
 # --- the packages themselves; install them to run these -------------------------------------------

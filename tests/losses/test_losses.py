@@ -116,32 +116,6 @@ def slow_dppo(kind: str, low: float, high: float | None = None) -> Any:
     return tokenwise(f)
 
 
-def covariances(frozen: Rows, a: Rows) -> Rows:
-    n = max(1, sum(map(len, a)))
-    mean_lp, mean_a = sum(map(sum, frozen)) / n, sum(map(sum, a)) / n
-    return [[(y - mean_a) * (x - mean_lp) for x, y in zip(p, q, strict=True)] for p, q in zip(frozen, a, strict=True)]
-
-
-def slow_clip_cov(lp: Rows, frozen: Rows, old: Rows, a: Rows) -> Rows:
-    """With a share of 1, all candidates are dropped, so the result is not random."""
-    out = slow_ppo(0.2, 0.2, inf)(lp, frozen, old, a)
-    for b, row in enumerate(covariances(frozen, a)):
-        for t, cov in enumerate(row):
-            ratio = E(frozen[b][t] - old[b][t])
-            bound = ratio > 1.2 if a[b][t] > 0 else ratio < 0.8
-            if 0.1 < cov < 1.0 and not bound:
-                out[b][t] = 0.0
-    return out
-
-
-def slow_kl_cov(lp: Rows, frozen: Rows, old: Rows, a: Rows) -> Rows:
-    out = tokenwise(lambda p, _, o, y: -E(p - o) * y)(lp, frozen, old, a)
-    best = sorted(((c, b, t) for b, row in enumerate(covariances(frozen, a)) for t, c in enumerate(row)), reverse=True)
-    for _, b, t in best[: max(1, int(0.3 * len(best)))]:
-        out[b][t] += 0.5 * abs(lp[b][t] - old[b][t])
-    return out
-
-
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 # name -> (the loss as f(logprobs, old_logprobs, advantages, mask), a slow loop that computes it). The first three
@@ -160,8 +134,6 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
     "dppo tv": (lambda *x: af.losses.dppo(*x, 0.1), slow_dppo("tv", 0.1)),
     "dppo uneven": (lambda *x: af.losses.dppo(*x, 0.01, 0.3), slow_dppo("tv", 0.01, 0.3)),
     "dppo kl": (lambda *x: af.losses.dppo(*x, 0.03, divergence="kl"), slow_dppo("kl", 0.03)),
-    "clip_cov": (lambda *x: af.losses.clip_cov(*x, share=1.0, low=0.1, high=1.0), slow_clip_cov),
-    "kl_cov": (lambda *x: af.losses.kl_cov(*x, share=0.3, coef=0.5), slow_kl_cov),
     "value": (af.losses.value, tokenwise(lambda v, _, old, target: 0.5 * (v - target) ** 2)),
     "value clip": (lambda *x: af.losses.value(*x, clip=0.2), slow_value(0.2)),
     "kl k1": (lambda lp, ref, _, m: af.losses.kl(lp, ref, "k1", m), tokenwise(lambda p, _, q, a: p - q)),
@@ -343,23 +315,6 @@ def test_one_advantage_per_row_applies_to_all_its_tokens() -> None:
     lp, old, _, m = batch(0, MASKS["holes"])
     row = torch.tensor([1.0, -1.0, 0.5], dtype=torch.float64)
     close(af.losses.ppo(lp, old, row, m), af.losses.ppo(lp, old, row[:, None].expand(3, 4), m))
-
-
-def test_clip_cov_draws_its_share_from_the_seed() -> None:
-    m = torch.ones(1, 1000)
-    lp = torch.linspace(-4, 0, 1000).unsqueeze(0)
-    a = torch.linspace(-2, 2, 1000).unsqueeze(0)
-    plain = af.losses.ppo(lp, lp, a, m)
-
-    def taken(**options: Any) -> Tensor:
-        return (af.losses.clip_cov(lp, lp, a, m, **options) != plain).nonzero()[:, 1]
-
-    sizes: list[dict[str, Any]] = [{"share": 0.01}, {}, {"share": 1.0, "low": 8.0}]
-    assert [len(taken(**options)) for options in sizes] == [10, 1, 0]
-    assert taken(share=0.01).equal(taken(share=0.01))
-    assert not taken(share=0.01).equal(taken(share=0.01, seed=1))
-    cov = (a - a.mean()) * (lp - lp.mean())
-    assert bool(((cov > 1) & (cov < 5))[0, taken(share=0.1)].all())
 
 
 # --- importance weights ---------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import agents
 import errors
 import pytest
 import torch
@@ -98,14 +99,19 @@ def test_save_and_load(tmp_path: Path) -> None:
         ("model.safetensors", Path.unlink, "no file named model.safetensors"),
         ("tokenizer.json", Path.unlink, "tokenizer"),
         ("model.safetensors", lambda file: file.write_bytes(b"not this"), ""),
+        ("policy.json", lambda file: file.write_text('{"format"'), "damaged: Expecting ':'"),
+        ("policy.json", lambda file: file.write_bytes(b"\xff"), "damaged: 'utf-8'"),
+        ("policy.json", lambda file: file.write_text("[]"), "damaged: expected an object, got a list"),
+        ("policy.json", lambda file: file.write_text('{"chat": {"stopp": []}}'), "damaged: TypeError: .*stopp"),
+        ("generation_config.json", lambda file: file.write_text("{"), "damaged: "),
+        ("adapter_config.json", lambda file: file.write_text(""), "damaged: "),
     ],
 )
 def test_missing_and_damaged_files_are_named(tmp_path: Path, name: str, damage: Any, says: str) -> None:
     folder = random_policy(3).save(tmp_path / "p")
     damage(folder / name)
-    errors.check(
-        lambda: af.Policy.load(folder), af.errors.PolicyError, re.compile(f"cannot load a policy from .*{says}")
-    )
+    where = re.compile(f"(cannot load a policy from |{name}).*{says}")
+    errors.check(lambda: af.Policy.load(folder), af.errors.PolicyError, where)
 
 
 def test_a_copy_is_independent() -> None:
@@ -153,3 +159,31 @@ def test_hidden_states_of_any_layer_are_those_of_the_model(sharing: bool) -> Non
     plain = policy.score(batch, {"hidden", "logprob"})
     assert plain["logprob"][batch.mask].equal(got["logprob"][batch.mask])  # the same bits
     assert plain["hidden"].equal(got["hidden"][..., -1, :])
+
+
+def test_a_saved_policy_has_the_same_chat_wherever_it_is_loaded(tmp_path: Path) -> None:
+    """Looked for: format, history, stop tokens and template options, in policies, engines and merged adapters.
+
+    Found: history, stop tokens and options were lost by each; an engine of a policy also lost a second end token.
+    """
+    settings: dict[str, Any] = {"format": "react", "history": "append", "stop": ["7"], "options": {"brief": True}}
+    model = random_policy().model
+    chat = af.Chat(agents.chat().tokenizer, **settings)
+    second = chat.encode("8")[0]
+    model.generation_config.eos_token_id = [chat.tokenizer.eos_token_id, second]
+    policy = af.Policy(model, chat)
+    folder = policy.save(tmp_path / "p")
+    wanted = settings | {"stop": ["7", "8"]}
+    stops = (*chat.stop_ids, second)
+    for loaded in (af.Policy.load(folder).chat, af.VLLMEngine(folder).chat, af.VLLMEngine(str(folder)).chat):
+        assert (loaded.settings(), set(loaded.stop_ids)) == (wanted, set(stops))
+    assert af.VLLMEngine(policy).chat is chat and af.VLLMEngine(policy).stop_ids == chat.stop_ids
+    changed = af.Policy.load(folder, format="hermes", history="exact", options={})
+    assert changed.chat.settings() == {"format": "hermes", "history": "exact", "stop": ["7", "8"], "options": {}}
+    # A policy that an older version saved.
+    (folder / "policy.json").write_text('{"format": "react", "version": 3}')
+    older = af.Policy.load(folder)
+    assert older.chat.settings() == {"format": "react", "history": "exact", "stop": ["8"], "options": {}}
+    unsaved = af.Policy(model, af.Chat(chat.tokenizer, options={"now": object()}))
+    errors.check(lambda: unsaved.save(tmp_path / "q"), af.errors.PolicyError, "options of a saved policy must be JSON")
+    assert not (tmp_path / "q").exists()

@@ -8,6 +8,7 @@ import errors
 import pytest
 import torch
 from agents import fresh, random_policy, shipped
+from test_decoder import model
 from test_policy import rows
 
 import agentfly_kit as af
@@ -48,6 +49,11 @@ def scored_at_0() -> Any:
         "must be True, False or 'separate', got 'apart'",
     ),
     (lambda: af.Policy(shipped().model, shipped().chat.tokenizer), af.errors.SettingsError, CHAT),
+    (
+        lambda: af.Policy(model("qwen3", vocab_size=393), shipped().chat),
+        af.errors.PolicyError,
+        "a tokenizer that uses token 395 and a model with 393 tokens",
+    ),
     (lambda: af.Policy("name", shipped().chat), af.errors.SettingsError, "; af.Policy.load(name_or_folder) creates"),
     (lambda: random_policy().load_state(shipped().state()), af.errors.PolicyError, "state must have the weights "),
     (
@@ -58,6 +64,28 @@ def scored_at_0() -> Any:
 )
 async def test_errors(call: Any, error: Any, text: str) -> None:
     await errors.check(call, error, text)
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "value", "plain"),
+    [
+        ("gemma2", "final_logit_softcapping", 30.0, None),
+        ("cohere", "logit_scale", 0.0625, 1.0),
+        ("granite", "logits_scaling", 8.0, 1.0),
+    ],
+)
+def test_scaled_or_capped_logits_are_rejected_early(family: str, name: str, value: Any, plain: Any) -> None:
+    """Small weights give logits that a cap does not change. Also looked at: all causal models of transformers."""
+
+    def policy(setting: Any) -> af.Policy:
+        made = model(family, **{name: setting})
+        for p in made.parameters():
+            p.data.mul_(1e-3)
+        return af.Policy(made, shipped().chat)
+
+    for use in (af.LocalEngine, af.adamw, lambda policy: policy.score(rows(), {"logprob"})):
+        errors.check(lambda use=use: use(policy(value)), af.errors.PolicyError, "models that scale or soft-cap them")
+    policy(plain).check_head()
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import errors
 import pytest
 import torch
 from agents import assert_same_gradient, random_policy
@@ -222,4 +223,24 @@ def test_other_models_compute_rows_separately_and_show_why(
 def test_the_context_of_longrope_ends_where_its_rotation_changes() -> None:
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 6, "long_factor": [4.0] * 6}
     made = model("phi3", rope_parameters=rope, original_max_position_embeddings=64, pad_token_id=0)
-    assert af.Policy(made, random_policy(0).chat).max_length == 64
+    policy = af.Policy(made, random_policy(0).chat)
+    assert policy.max_length == 64
+    assert_refuses_long_rows(policy)
+
+
+def test_rows_beyond_the_context_of_dynamic_rope_are_rejected() -> None:
+    """One longer row changes the rotation of all rows that are computed with it."""
+    rope = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    assert_refuses_long_rows(
+        af.Policy(model("llama", rope_parameters=rope, max_position_embeddings=64), random_policy(0).chat)
+    )
+
+
+def assert_refuses_long_rows(policy: af.Policy) -> None:
+    rows = branching(0, vocabulary=90)
+    rows.ids = torch.nn.functional.pad(rows.ids, (0, 66 - rows.ids.shape[1]))
+    rows.mask = torch.nn.functional.pad(rows.mask, (0, 66 - rows.mask.shape[1]))
+    rows.lengths[0] = 65
+    policy.score(rows)
+    rows.lengths[0] = 66
+    errors.check(lambda: policy.score(rows), af.errors.PolicyError, "rows must have at most 65 tokens, got 66: beyond")

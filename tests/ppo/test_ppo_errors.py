@@ -1,7 +1,6 @@
 """Settings, arguments and batches that the steps of PPO and of imitation reject."""
 
 import dataclasses
-import functools
 import math
 from importlib.resources import files
 from typing import Any
@@ -46,6 +45,10 @@ def foreign_ids() -> Any:
     return changed(ids=ids)
 
 
+def half() -> af.Policy:
+    return af.Policy(POLICY.copy().model.half(), POLICY.chat)
+
+
 def unlike_a_loss(logprobs: Any, old: Any, adv: Any, mask: Any) -> Any:
     return logprobs.mean()
 
@@ -67,11 +70,6 @@ def unlike_a_loss(logprobs: Any, old: Any, adv: Any, mask: Any) -> Any:
     (lambda: stepped(loss="sapo", clip=0.2), af.errors.SettingsError, "takes no clip, got clip=0.2"),
     (lambda: stepped(loss="cispo", dual_clip=3.0), af.errors.SettingsError, "takes no dual_clip"),
     (lambda: stepped(loss=af.losses.ppo, clip=0.2), af.errors.SettingsError, "functools.partial"),
-    (
-        lambda: stepped(loss=functools.partial(af.losses.kl_cov, share=0.2)),
-        af.errors.SettingsError,
-        "loss must not be kl_cov",
-    ),
     (
         lambda: stepped(loss=lambda logp, adv, mask: adv),
         af.errors.SettingsError,
@@ -122,7 +120,23 @@ def unlike_a_loss(logprobs: Any, old: Any, adv: Any, mask: Any) -> Any:
     (lambda: af.Policy(POLICY.model, agents.chat(), value_head="apart"), af.errors.SettingsError, "'separate'"),
     (lambda: af.Policy.load(DATA, lora=0), af.errors.SettingsError, "rank"),
     (lambda: af.Policy.load(DATA, lora={"r": 4, "lora_dropout": 0.1}), af.errors.SettingsError, "lora_dropout"),
+    # Adapters whose base model is not frozen, or that cannot be merged. The shipped policies tie their embeddings.
+    *(
+        (lambda given=given: af.Policy.load(DATA, lora={"r": 2, **given}), af.errors.SettingsError, text)
+        for given, text in (
+            ({"bias": "all"}, "bias must be \"none\", got 'all'"),
+            ({"bias": "lora_only"}, "got 'lora_only'"),
+            ({"init_lora_weights": "pissa"}, "got 'pissa'"),
+            ({"init_lora_weights": "pissa_niter_2"}, "got 'pissa_niter_2'"),
+            ({"init_lora_weights": "olora"}, "got 'olora'"),
+            ({"target_modules": ["q_proj", "lm_head"]}, "of a model that ties them"),
+            ({"target_modules": ["embed_tokens"]}, "of a model that ties them"),
+            ({"modules_to_save": ["lm_head"]}, "lora must not include the embedding or lm_head"),
+        )
+    ),
+    (lambda: af.adamw(half()), af.errors.SettingsError, "must not have trainable weights of type float16"),
 )
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
 async def test_steps(call: Any, error: Any, text: str) -> None:
     await errors.check(call, error, text)
 

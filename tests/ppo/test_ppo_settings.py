@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import itertools
+import json
+import os
 import random
 from typing import Any, get_args
 
@@ -10,6 +12,7 @@ import agents
 import errors
 import pytest
 import torch
+from test_decoder import model
 from torch import Tensor
 
 import agentfly_kit as af
@@ -171,6 +174,13 @@ def test_a_separate_critic_gives_the_policy_no_gradient() -> None:
     assert [len(g["params"]) > 0 for g in af.adamw(policy).param_groups] == [True] * 3
 
 
+def test_a_learning_rate_that_bfloat16_rounds_to_nothing_warns() -> None:
+    policy = af.Policy(agents.random_policy().model.to(torch.bfloat16), agents.random_policy().chat)
+    with pytest.warns(UserWarning, match="lr=1e-06 is too small for weights of type bfloat16"):
+        af.adamw(policy, 1e-6)
+    af.adamw(policy, 1e-3)
+
+
 @pytest.mark.parametrize("emulated", [True, False])
 def test_a_cpu_that_emulates_bfloat16_warns_once_before_the_step(
     emulated: bool, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, tmp_path: Any
@@ -197,6 +207,20 @@ def test_a_cpu_that_emulates_bfloat16_warns_once_before_the_step(
     assert len(texts) == 2 * emulated
     assert all("no instructions for bfloat16" in text and "autocast=None" in text for text in texts)
     forward.warn_if_bfloat16_is_slow.cache_clear()
+
+
+@pytest.mark.parametrize("family", ["opt", "falcon"])
+def test_checkpointing_leaves_dropout_off_in_layers_that_call_it(family: str) -> None:
+    """Also looked at: biogpt, which calls dropout in its layers too; gpt2 and gpt_neox, which have modules for it."""
+    options = {"word_embed_proj_dim": 48, "ffn_dim": 80, "dropout": 0.5, "hidden_dropout": 0.5}
+    policy = af.Policy(model(family, **options), agents.chat())
+    batch, calls = made(policy), []
+    gradient(policy, batch)  # the first forward pass is preceded by trials
+    norm = policy.decoder.get_submodule("h.0.input_layernorm" if family == "falcon" else "layers.0.final_layer_norm")
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    wanted, once = gradient(policy, batch)[0], len(calls)
+    agents.assert_same_gradient(gradient(policy, batch, checkpointing=True)[0], wanted)
+    assert len(calls) == 3 * once, "the layers were not computed again"
 
 
 def test_checkpointing_and_autocast_leave_the_model_as_it_was() -> None:
@@ -351,6 +375,20 @@ def test_joined_batches_equal_one_batch() -> None:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return agents.shipped().copy().save(tmp_path_factory.mktemp("policy"))
+
+
+def test_an_adapter_finds_its_base_from_any_folder(saved: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The path of the base was relative to the working directory. One may also be relative to the adapter."""
+    pytest.importorskip("peft")
+    monkeypatch.chdir(saved.parent)
+    policy = af.Policy.load(saved.name, lora=4)
+    folder = policy.save(tmp_path / "adapter")
+    monkeypatch.chdir(tmp_path)
+    assert af.Policy.load(folder).fingerprint() == policy.fingerprint()
+    config = json.loads((folder / "adapter_config.json").read_text())
+    config["base_model_name_or_path"] = os.path.relpath(saved, folder)
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    assert af.Policy.load("adapter").fingerprint() == policy.fingerprint()
 
 
 def test_an_adapter_is_trained_and_its_base_is_the_reference(saved: Any, tmp_path: Any) -> None:

@@ -681,7 +681,8 @@ def test_without_root_and_without_control_groups(level: str, tmp_path: Path):
         (package / "agentfly_kit" / "__init__.py").touch()
         for name in ("errors.py", "_display.py"):
             shutil.copy(source / name, package / "agentfly_kit")
-        shutil.copytree(source / "sandboxes", package / "agentfly_kit" / "sandboxes")
+        for name in ("_async", "sandboxes"):
+            shutil.copytree(source / name, package / "agentfly_kit" / name)
         subprocess.run(["chmod", "-R", "a+rX", str(package)], check=True)
         done = subprocess.run(
             ["/usr/bin/python3", "-c", USER, str(package), level],

@@ -377,6 +377,20 @@ async def test_packages(level: str):
 # --- cancellation, event loops, process exit ------------------------------------------------------
 
 
+async def test_a_call_cancelled_when_its_answer_has_arrived_ends_nothing(sandbox: af.PythonSandbox):
+    """The next call waited for an answer that had been read already, and then killed the interpreter."""
+    call = asyncio.create_task(sandbox.run("x = 5"))
+    await until(lambda: sandbox._watches)
+    (watch,) = sandbox._watches
+    assert select.select([sandbox._replies.socket], [], [], GUARD)[0]
+    watch.read_reply()
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    result = await sandbox.run("x")
+    assert (result.value, result.error) == ("5", None)
+
+
 async def test_a_sandbox_is_usable_after_cancelled_calls(sandbox: af.PythonSandbox, never_killed: None):
     await sandbox.run("x = 1")
     for code in ("while True: pass", "import time; time.sleep(999)", "print('y' * 100000)\nwhile True: pass", "1"):

@@ -76,7 +76,7 @@ class FakePool:
         self.out.append(lease)
         return lease
 
-    async def release(self, lease: Any) -> None:
+    async def release(self, lease: Any, *, reusable: bool = True) -> None:
         if self.release_fails:
             raise af.errors.SandboxError("would not end")
         self.out.remove(lease)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import datetime
 import enum
@@ -12,6 +13,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal, Optional
@@ -207,6 +209,33 @@ async def test_defaults_and_names_reserved_by_pydantic() -> None:
     assert (await f.try_(schema="f")).observation == "3 f None"
 
 
+async def test_null_means_the_default_and_a_mutable_default_is_not_shared() -> None:
+    """Members of the kind: fields of nested objects, tools with a schema (below), task fields, and `reset`.
+
+    Not changed: a parameter whose type admits None receives it, and a required one refuses it.
+    """
+
+    @af.tool(describe="optional")
+    def f(
+        a: int = None,  # type: ignore[assignment]  # noqa: RUF013
+        b: int | None = 5,
+        xs: list[int] = [],  # noqa: B006
+        p: Point = Point(0),  # noqa: B008
+        seen: af.FromTask[list[int]] = [],  # noqa: B006
+    ) -> str:
+        xs.append(1)
+        seen.append(1)
+        p.x += 1
+        return f"{a} {b} {xs} {p.x},{p.y} {seen}"
+
+    assert f._arguments.signature.startswith("(a: integer = null, b: ")
+    for given in ({}, {"a": None, "xs": None}, {"p": None}):
+        assert (await f.try_(**given)).observation == "None 5 [1] 1,0 [1]"
+    assert (await f.try_(b=None, p={"x": 3, "y": None})).observation == "None None [1] 4,0 [1]"
+    assert "p.x: input should be a valid integer (got None)" in (await f.try_(p={"x": None})).observation
+    assert "a: input should be a valid integer (got None)" in (await add.try_(a=None)).observation
+
+
 def test_descriptions_may_be_given_or_missing() -> None:
     @af.tool(describe="optional")
     def add(a: int, b: Annotated[int, "the second"] = 1) -> int:
@@ -288,6 +317,12 @@ class Spoken:
         return "spoken"
 
 
+@dataclasses.dataclass
+class Photo:
+    data: bytes
+    note: str = "n"
+
+
 class TextEnum(str, enum.Enum):  # noqa: UP042  # its str() is its name, not its value
     A = "a"
 
@@ -298,7 +333,7 @@ class TextEnum(str, enum.Enum):  # noqa: UP042  # its str() is its name, not its
         ("as it is\n", "as it is\n"), (5, "5"), (True, "true"), (0.5, "0.5"), (None, ""), (float("nan"), "NaN"),
         ([1, "é"], '[1,"é"]'), ({"a": None, "b": (1, 2)}, '{"a":null,"b":[1,2]}'), (Point(1, 2), '{"x":1,"y":2}'),
         (Address(street="A"), '{"street":"A","title":"none"}'), (Unit.CELSIUS, "c"), (TextEnum.A, "a"),
-        (b"caf\xc3\xa9 \xff", "café �"), (datetime.date(2024, 2, 29), "2024-02-29"), (Path("a/b"), "a/b"),
+        (b"caf\xc3\xa9", "café"), (datetime.date(2024, 2, 29), "2024-02-29"), (Path("a/b"), "a/b"),
         (np.int64(3), "3"), (np.float32(0.5), "0.5"), (np.arange(3), "[0,1,2]"), ({"n": np.float64(0.5)}, '{"n":0.5}'),
         (Spoken(), "spoken"), ("half \ud83d pair", "half � pair"),
     ],
@@ -312,6 +347,33 @@ async def test_return_values(value: Any, text: str) -> None:
     result = await give.try_()
     assert result == af.ToolResult(True, text)
     result.observation.encode()
+
+
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
+PNG_URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+HIDDEN, HIDDEN_JPEG = "[image image/png, 264 bytes, not shown]", "[image image/jpeg, 3 bytes, not shown]"
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (PNG, HIDDEN), (bytearray(PNG), HIDDEN), (memoryview(b"\xff\xd8\xff"), HIDDEN_JPEG),
+        (b"caf\xc3\xa9 \xff", "[binary data, 7 bytes, not shown]"), (PNG_URL, HIDDEN),
+        (f"![]({PNG_URL}) is `data:text/plain;base64,aGk=`", f"![]({HIDDEN}) is `data:text/plain;base64,aGk=`"),
+        ([{"image": PNG, "n": 2}, (b"ok",)], f'[{{"image":"{HIDDEN}","n":2}},["ok"]]'),
+        (Photo(PNG), f'{{"data":"{HIDDEN}","note":"n"}}'), (af.ToolResult(True, PNG_URL), HIDDEN),
+        ({"image_url": {"url": PNG_URL}}, f'{{"image_url":{{"url":"{HIDDEN}"}}}}'),
+    ],
+)  # fmt: skip
+async def test_binary_results_are_described(value: Any, text: str) -> None:
+    """The output of the tools `python`, `shell` and `sql` is not changed: the model may want to see it exactly."""
+
+    @af.tool
+    def give() -> Any:
+        """Give it."""
+        return value
+
+    assert await give.try_() == af.ToolResult(True, text)
 
 
 CIRCULAR: list[Any] = []
@@ -481,6 +543,46 @@ async def test_coroutine_is_cancelled_at_its_timeout() -> None:
     assert result.observation == "slow took longer than 0.02 s and was cancelled."
     assert cancelled.is_set()
     assert result.seconds >= 0.02
+
+
+async def test_a_blocked_event_loop_is_charged_only_to_the_call_that_blocks_it() -> None:
+    """Innocent calls: a coroutine, a wrapper around one, and a thread that waits for the event loop.
+
+    Looked at: rewards, `reset` and programs of harnesses are called by the same function. Constructors, `start` and
+    `close` of environments run in threads.
+    """
+    limit, ended = 0.3, asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    @af.tool(timeout=limit)
+    async def waits() -> None:
+        """Wait."""
+        for _ in range(3):
+            await asyncio.sleep(0.01)
+        await ended.wait()
+
+    @af.tool(timeout=limit)
+    def wraps() -> Any:
+        """Wrap."""
+        return waits.function()
+
+    @af.tool(timeout=limit)
+    def asks() -> None:
+        """Ask."""
+        asyncio.run_coroutine_threadsafe(ended.wait(), loop).result()
+
+    @af.tool(timeout=limit)
+    async def blocks() -> None:
+        """Block."""
+        await asyncio.sleep(0)
+        time.sleep(3 * limit)  # noqa: ASYNC251
+        ended.set()
+
+    with pytest.warns(UserWarning, match=r"blocks blocked the event loop for more than 0.25 s") as warned:
+        *innocent, blocking = await asyncio.gather(waits.try_(), wraps.try_(), asks.try_(), blocks.try_())
+    assert [result.observation for result in innocent] == ["", "", ""]
+    assert blocking.observation == "blocks took longer than 0.3 s and blocked the event loop."
+    assert len(warned) == 1
 
 
 async def test_thread_is_abandoned_at_its_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -867,6 +969,7 @@ async def test_a_tool_from_a_schema_checks_the_types_and_passes_what_was_given()
     weather = af.Tool.from_schema("weather", CITY, lambda **given: given, description="Return the weather.")
     assert parameters(weather) == CITY
     assert (await weather.try_(**{"city-name": "Oslo"})).observation == '{"city-name":"Oslo"}'
+    assert (await weather.try_(**{"city-name": "Oslo", "points": None})).observation == '{"city-name":"Oslo"}'
     assert (await weather.try_(**{"city-name": "Oslo", "points": [1, 2.5]})).ok
     for wrong in ({}, {"city-name": 3}, {"city-name": "a", "unit": "k"}, {"city-name": "a", "x": 1},
                   {"city-name": "a", "points": ["x"]}):  # fmt: skip

@@ -271,3 +271,24 @@ class Down(Up):
 
 
 Down.__name__ = Down.__qualname__ = "Up"
+
+
+# Settings in the fingerprints of runs of 0.2.
+SETTINGS = """
+loss aggregate clip clip_high dual_clip value_coef value_clip kl_coef kl_kind kl_in kl_weighted entropy_coef
+epochs minibatch micro_tokens max_grad_norm target_kl old_logprobs correction max_lag autocast checkpointing
+steps tasks_per_step group_size branch advantage attribution teacher_coef advantage_per row_credit
+row_discount authors gamma lam whiten difficulty lr lr_end kl_target kl_horizon max_kl overlap filters refill
+truncated truncated_penalty max_concurrency budget group_budget evaluate_every checkpoint_every keep
+save_rollouts seed
+"""
+
+
+def test_a_new_setting_does_not_prevent_earlier_runs_from_being_continued() -> None:
+    policy = learner()
+    agent = small(policy)
+    configs = (af.TrainConfig(), af.TrainConfig(sum_turn_rewards=True))
+    samplers = [RolloutSampler(agent, policy, TASKS, config, WorkerGroup(None)) for config in configs]
+    settings = [fingerprint(sampler, "")["config"] for sampler in samplers]
+    assert [set(each) - set(SETTINGS.split()) for each in settings] == [set(), {"sum_turn_rewards"}]
+    assert set(SETTINGS.split()) <= set(settings[0])

@@ -7,7 +7,7 @@ from typing import Any
 import errors
 from agents import agent, fresh, random_policy, scripted, tasks
 from test_distillation import DISTIL
-from test_trainer import NO_ESTIMATORS, SMALL, TASKS, small, start
+from test_trainer import NO_ESTIMATORS, SMALL, TASKS, digits, small, start
 
 import agentfly_kit as af
 
@@ -97,6 +97,11 @@ NONE = {"advantage": "none", "teacher_coef": 1.0}
         af.errors.SettingsError,
         "must be from 0 to 1, got 1.5",
     ),
+    (
+        lambda: made(sum_turn_rewards=True, advantage="gigpo"),
+        af.errors.SettingsError,
+        "sum_turn_rewards has an effect only with estimators that compare",
+    ),
     (lambda: made(kl_horizon=10), af.errors.SettingsError, "kl_horizon has an effect only with kl_target"),
     (lambda: made(kl_target=0.1), af.errors.SettingsError, "kl_target"),
     (lambda: made(truncated_penalty=1.0), af.errors.SettingsError, "has an effect only with truncated='penalty'"),
@@ -124,6 +129,11 @@ NONE = {"advantage": "none", "teacher_coef": 1.0}
 )
 async def test_settings(call: Any, error: Any, text: str) -> None:
     await errors.check(call, error, text)
+
+
+@af.reward(per="turn")
+def called(turn: af.Turn) -> float:
+    return len(turn.tool_calls)
 
 
 def unusual(**changed: Any) -> Any:
@@ -179,6 +189,11 @@ async def tracked_late() -> None:
         lambda: start(config=made(advantage="gdpo")),
         af.errors.SettingsError,
         "needs an agent with at least two rewards per chain",
+    ),
+    (
+        lambda: start(reward=[digits, called]),
+        af.errors.SettingsError,
+        "sum_turn_rewards must be True for advantage='grpo', which compares the rewards of whole chains",
     ),
     (lambda: start(reward=None), af.errors.SettingsError, "agent must have a reward to learn from, got none"),
     (lambda: start(agent=small(fresh())), af.errors.SettingsError, "must sample from the policy that is trained"),

@@ -105,6 +105,13 @@ async def test_a_damaged_checkpoint_is_named_and_the_previous_one_can_be_used(
     assert (policy.fingerprint(), numbers(run)) == whole
 
 
+async def test_missing_records_are_noticed(tmp_path: Path) -> None:
+    await leave(start(tmp_path / "run", learner()), "break", 2)
+    (tmp_path / "run" / "steps.jsonl").unlink()
+    words = r"steps.jsonl must contain the records of the \d steps of the checkpoint, got 0; restore"
+    await errors.check(lambda: start(tmp_path / "run", learner()), af.errors.RunError, re.compile(words))
+
+
 async def test_a_checkpoint_of_a_newer_version_is_rejected(tmp_path: Path) -> None:
     await leave(start(tmp_path / "run", learner()), "break", 2)
     folder = tmp_path / "run" / "checkpoint"

@@ -8,7 +8,7 @@ from ipywidgets.widgets import widget as ipywidget
 
 @pytest.fixture(autouse=True)
 def _closed() -> Iterator[None]:
-    """Close all widgets, because ipywidgets keeps widgets alive until they are closed."""
+    """Close all widgets, because displayed widgets live until they are closed."""
     yield
     for view in list(ipywidget._instances.values()):
         view.close()

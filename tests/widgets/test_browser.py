@@ -273,6 +273,11 @@ def test_a_view_that_changes_in_its_cell_is_shown_once(notebook: Any) -> None:
     assert nb.python("len(view._pages)") == 1
     nb.execute("view.close()")  # JupyterLab reports an error, which fails the test, if a view was rendered twice
     browser.expect(nb.page.locator(".afk-tokenview")).to_have_count(0)
+    comms = nb.python("len(__import__('comm').get_comm_manager().comms)")
+    for _ in range(2):  # the comms of the first view are closed, so the page keeps and saves no state of it
+        nb.run()
+        nb.wait_python("len(view._pages)", 1)
+        assert nb.python("len(__import__('comm').get_comm_manager().comms)") == comms + 2
 
 
 @browser.both

@@ -9,7 +9,6 @@ from unittest.mock import Mock
 import agents
 import errors
 import pytest
-from ipywidgets.widgets import widget as ipywidget
 from views import NASTY, Box, ask, check_static, hide, put, sent, show
 from waiting import until
 
@@ -69,10 +68,6 @@ async def test_a_pool_and_its_view_do_not_keep_each_other_alive() -> None:
     assert pool._listeners
     closed.close()
     assert "0 leased" in closed.freeze()._repr_html_()
-    ipywidget._instances.pop(view.model_id)
-    view.comm.on_msg(None)
-    view.comm = None
-    view._msg_callbacks.callbacks.clear()
     del view
     gc.collect()
     assert not pool._listeners

@@ -13,6 +13,7 @@ import agents
 import errors
 import numpy as np
 import pytest
+from agentfly_kit.widgets import train_view
 from agentfly_kit.widgets._panels import FIELDS
 from views import FakeRun, check_static, unpack
 from waiting import GUARD, until
@@ -115,6 +116,19 @@ async def test_a_loop_that_is_left_is_stopped_and_continues_where_it_was(tmp_pat
         await finished
     assert shown(w.TrainView(finished))[0] == "already finished"
     assert "nothing was trained" in shown(w.TrainView(finished))[1]
+
+
+async def test_a_run_that_ends_after_its_last_record_was_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(train_view, "_POLL_SECONDS", 0.001)
+    run = started(tmp_path / "run", steps=2)
+    view = w.TrainView(run)
+    async for step in run:
+        if step.step == 2:
+            await until(lambda: repr(view).startswith("TrainView(2 of 2 steps"))
+            assert shown(view)[0] == "running"
+            for _ in range(20):  # polls while the last checkpoint is written
+                await asyncio.sleep(0.001)
+    await until(lambda: shown(view)[0] == "finished")
 
 
 @pytest.mark.parametrize("interrupt", [asyncio.CancelledError, KeyboardInterrupt])

@@ -18,6 +18,7 @@ from unittest.mock import Mock
 
 import agents
 import errors
+import kernels
 import pytest
 from agentfly_kit.widgets._base import Throttle, number
 from agentfly_kit.widgets._saved import WIDGET_MIME, is_headless
@@ -92,6 +93,40 @@ def test_a_view_keeps_no_record_alive() -> None:
     assert "w0" in view.freeze()._repr_html_()
     view.select("t-0", 6, 8)
     assert len(view.selection.to_frame()) == 2
+
+
+def test_views_and_their_comms_are_freed() -> None:
+    """Undisplayed views, closed views, and views whose cells have run again. Their layouts have comms, too.
+
+    Reference counts suffice, so that nothing waits for a garbage collection. IPython keeps the last three results.
+    """
+    names = f"import comm, gc, sys, weakref; sys.path.insert(0, {str(TESTS)!r})\nfrom views import *\n"
+    with kernels.kernel() as (_, client):
+
+        def run(code: str, cell: str = "other") -> str:
+            content = {"code": code, "silent": False, "store_history": True, "allow_stdin": True}
+            request = client.session.msg("execute_request", content, metadata={"cellId": cell})
+            client.shell_channel.send(request)
+            return kernels.until_idle(client, request["header"]["msg_id"])
+
+        def left() -> str:
+            for _ in range(3):
+                run("0")
+            return run("print(len(made), len(comms) - before)")
+
+        run(f"{names}made, comms = weakref.WeakSet(), comm.get_comm_manager().comms; before = len(comms); gc.disable()")
+        run("for _ in range(8): made.add(w.TokenView(trajectory()))")
+        assert left() == "0 0\n"
+        for _ in range(5):
+            run("view = w.TokenView(trajectory()); made.add(view); view", "a")
+        assert left() == "1 2\n"
+        run("view", "b")
+        run("del view", "a")
+        assert left() == "1 2\n", "cell b shows it"
+        run("0", "b")
+        assert left() == "0 0\n"
+        run("view = w.TokenView(trajectory()); view.close(); made.add(view)")
+        assert left() == "1 0\n"
 
 
 def test_what_the_page_sets_is_checked() -> None:

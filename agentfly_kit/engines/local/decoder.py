@@ -29,7 +29,13 @@ _MAX_PARAMETERS = 1 << 24
 
 
 def cached_forward(policy: Policy) -> CachedForward:
-    """Return a forward pass with a KV cache, fused if possible. Raise EngineError for an unsupported model."""
+    """Return a forward pass with a KV cache, fused if possible.
+
+    Raises:
+        EngineError: If the model cannot be run with a KV cache.
+        PolicyError: If it scales or soft-caps its logits.
+    """
+    policy.check_head()
     trunk = policy.decoder
     if (fused := FusedLlamaDecoder.try_build(trunk)) is not None:
         return fused

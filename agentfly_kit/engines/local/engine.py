@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from agentfly_kit._async.threads import join_busy
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.generation import ContinuousBatch
 from agentfly_kit.engines.local.kv_cache import is_batch_invariant
@@ -49,6 +50,7 @@ class LocalEngine(Engine):
 
     Raises:
         EngineError: If an argument is invalid, or the model cannot be run with a KV cache.
+        PolicyError: If the model scales or soft-caps its logits.
     """
 
     def __init__(self, policy: Policy, *, slots: int = 256, alternatives: int = 0) -> None:
@@ -83,11 +85,21 @@ class LocalEngine(Engine):
 
     @property
     def reproducible(self) -> bool:  # type: ignore[override]
-        """True for a policy in float32 on a CPU on which samples do not depend on the batch composition."""
+        """True if samples do not depend on other requests; otherwise, the repr of the engine names the reason."""
+        return self._irreproducible_because() is None
+
+    def _irreproducible_because(self) -> str | None:
+        config = self.policy.model.config.get_text_config()
         if not self.policy.is_float32_on_cpu:
-            return False
+            return "the policy is not in float32 on a CPU"
+        if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
+            return "the rows of an expert depend on the other rows"
+        if self._batch.table.num_replaced:
+            return "histories were computed again, because more chains were alive than slots"
         with single_torch_thread(self.policy):
-            return is_batch_invariant(torch.get_num_threads())
+            return (
+                None if is_batch_invariant(torch.get_num_threads()) else "the processor's kernels depend on the batch"
+            )
 
     @property
     def max_length(self) -> int:
@@ -108,7 +120,8 @@ class LocalEngine(Engine):
         return self._batch.sampled
 
     def __repr__(self) -> str:
-        return f"LocalEngine({self.policy!r}, {self.slots} slots)"
+        reason = self._irreproducible_because()
+        return f"LocalEngine({self.policy!r}, {self.slots} slots{f', not reproducible: {reason}' if reason else ''})"
 
     # --- calls from the event loop ---
 
@@ -209,10 +222,8 @@ class LocalEngine(Engine):
         with self._wake:
             self._exiting = True
             self._wake.notify()
-            threads = (self._thread, self._last_thread)
-        for thread in threads:
-            if thread is not None:
-                thread.join(10)
+            running = (self._thread, self._last_thread)
+        join_busy(thread for thread in running if thread is not None)
 
 
 _started: weakref.WeakSet[LocalEngine] = weakref.WeakSet()

@@ -91,7 +91,7 @@ class ContinuousBatch:
         limit = _CPU_PREFILL_TOKENS if self.policy.device.type == "cpu" else _PREFILL_TOKENS
         # Hold the lock, so that the weights cannot change between the search for cached prefixes and the prefill.
         with self.policy.lock:
-            table.use_weights(self._weights.number())
+            table.use_weights(self._weights.number(thorough=not table.active))
             for request in self.waiting:
                 # The chains of a group have the same prompt, so prefill it once and copy its keys and logits.
                 key = request.ids.tobytes()
@@ -174,6 +174,8 @@ class ContinuousBatch:
             for i, (request, slot, start) in enumerate(left):
                 end = start + int(counts[i])
                 cache.length[slot] = end
+                if start <= cache.prefilled[slot]:
+                    cache.prefilled[slot] = end
                 if end == len(request.ids):
                     done[slot] = hidden[i, int(counts[i]) - 1]
                 else:
@@ -216,6 +218,8 @@ class ContinuousBatch:
 
     def _check_model(self) -> None:
         """Select the forward pass if the model is new or was replaced, for example by adding an adapter."""
+        if self.policy.model.training:  # another library has trained it; dropout must be off
+            self.policy.model.eval()
         if self._model is not self.policy.model:
             self._cached_forward = cached_forward(self.policy)
             self._model = self.policy.model
@@ -278,23 +282,38 @@ class _WeightMonitor:
     """Counter of changes to a policy's weights.
 
     `policy.version` and torch's version counters miss some changes: loading weights may restore an old version, and a
-    fused optimizer run by the user changes neither counter. The first elements of each weight are compared as well.
+    fused optimizer run by the user, or an edit through `.data`, changes neither counter. Therefore the first elements
+    are compared too. A thorough check also compares each vector and, of each matrix, its product with a fixed vector,
+    which takes as long as reading the weights once.
     """
 
     def __init__(self, policy: Policy) -> None:
         self.last = 0
         self._policy = policy
         self._key: tuple[int, int] | None = None
-        self._values: Tensor | None = None
+        self._values = torch.empty(0)
+        self._summaries: Tensor | None = None  # of the last thorough check, unless the weights have changed since
+        self._probes: dict[object, Tensor] = {}
 
-    def number(self) -> int:
+    def _summary(self, p: Tensor) -> Tensor:
+        if p.dim() < 2 or not p.is_floating_point() or p.dtype.itemsize < 2:  # of quantized weights, the first elements
+            return p.detach().flatten()[: None if p.dim() < 2 else 8].float()
+        key = (p.shape[-1], p.dtype, p.device)
+        if key not in self._probes:
+            self._probes[key] = torch.randn(p.shape[-1], generator=torch.Generator().manual_seed(0)).to(p)
+        return (p.detach().reshape(-1, p.shape[-1]) @ self._probes[key]).float()
+
+    def number(self, thorough: bool) -> int:
         """Return a number that is incremented if the weights have changed since the previous call."""
         parameters = list(self._policy.model.parameters())
-        values = torch.cat([p.detach().flatten()[:8] for p in parameters])
+        values = torch.cat([p.detach().flatten()[:8].float() for p in parameters])
         key = (self._policy.version, sum(p._version for p in parameters))
-        if key != self._key or self._values is None or not torch.equal(values, self._values):
-            self._key, self._values = key, values
-            self.last += 1
+        summaries = torch.cat([self._summary(p) for p in parameters]) if thorough else self._summaries
+        known = key == self._key and torch.equal(values, self._values)
+        if known and summaries is not None and self._summaries is not None:
+            known = torch.equal(summaries, self._summaries)
+        self.last += not known
+        self._key, self._values, self._summaries = key, values, summaries if thorough or known else None
         return self.last
 
 

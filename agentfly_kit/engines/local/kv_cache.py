@@ -129,6 +129,8 @@ class KVCache:
         self.capacity = round_up(capacity)
         self.ids: npt.NDArray[np.int64] = np.zeros((count, self.capacity), dtype=np.int64)
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
+        # Number of leading tokens of each slot that were prefilled. Decoding gives keys with other last bits.
+        self.prefilled: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
         # Keys and values of each layer, (2, count, heads, capacity, head size), allocated in its first `update`.
         self._layers: list[Tensor] = []
         self._rows: Tensor | slice = slice(0, 0)
@@ -176,6 +178,8 @@ class KVCache:
         Shapes:  key_states, value_states (R rows, heads, C tokens, head size) -> (R, heads, S tokens, head size).
         """
         heads, size = key_states.shape[1], key_states.shape[3]
+        if value_states.shape != key_states.shape:  # multi-head latent attention
+            raise ValueError(f"the KV cache needs keys and values of one size, got {size} and {value_states.shape[3]}")
         while len(self._layers) <= layer_idx:
             self._layers.append(key_states.new_empty(2, self.count, heads, self.capacity, size))
             self._layers[-1][..., : self._initialized, :] = 0
@@ -219,6 +223,7 @@ class KVCache:
             held[:, target, :, :length] = held[:, source, :, :length]
         self.ids[target, :length] = self.ids[source, :length]
         self.length[target] = length
+        self.prefilled[target] = min(length, self.prefilled[source])
 
     def swap(self, a: int, b: int) -> None:
         """Exchange the contents of two slots."""
@@ -228,7 +233,8 @@ class KVCache:
             held[:, a, :, :n] = held[:, b, :, :n]
             held[:, b, :, :n] = before
         self.ids[[a, b], :n] = self.ids[[b, a], :n]
-        self.length[[a, b]] = self.length[[b, a]]
+        for counts in (self.length, self.prefilled):
+            counts[[a, b]] = counts[[b, a]]
 
     def grow(self, count: int, capacity: int) -> None:
         """Enlarge the cache to at least `count` slots of `capacity` tokens, keeping its contents."""
@@ -238,6 +244,7 @@ class KVCache:
             return
         more = ((0, count - self.count), (0, capacity - self.capacity))
         self.ids, self.length = np.pad(self.ids, more), np.pad(self.length, more[0])
+        self.prefilled = np.pad(self.prefilled, more[0])
         used = slice(0, self._initialized)
         for at, old in enumerate(self._layers):
             new = old.new_empty(2, count, old.shape[2], capacity, old.shape[4])

@@ -86,6 +86,8 @@ class SlotTable:
         # Number that identifies the current weights; see `_WeightMonitor`.
         self.weights = -1
         self.tick = 0
+        # Number of live sessions whose history was dropped.
+        self.num_replaced = 0
         self._slots: list[_Slot] = []
 
     def running(self, row: int) -> Request:
@@ -143,6 +145,8 @@ class SlotTable:
         if not common and not empty:
             usable = np.array([slot.weights == self.weights for slot in self._slots])
             source, common = self.cache.longest_prefix(request.ids, own, usable)
+            if own is None:  # whether decoded keys are still held depends on other chains, so they are computed again
+                common = min(common, int(self.cache.prefilled[source]))
         common = min(common, len(request.ids) - 1)  # at least one token must be computed for its logits
         if own is None:
             own = self._claim(avoid=source if common else None)
@@ -192,6 +196,7 @@ class SlotTable:
         slot = min(candidates, key=lambda i: (self._slots[i].last_used, i))
         if (owner := self._slots[slot].session) is not None:
             self.release(owner)
+            self.num_replaced += 1
         return slot
 
     def _swap(self, a: int, b: int) -> None:

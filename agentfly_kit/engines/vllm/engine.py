@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import json
 import shutil
 import tempfile
 import threading
@@ -24,7 +23,7 @@ from agentfly_kit.engines.vllm.host import Host, load_config
 from agentfly_kit.engines.vllm.weight_transfer import architecture, check_architecture
 from agentfly_kit.engines.vllm.worker import EXTRA_COLUMNS
 from agentfly_kit.errors import EngineError
-from agentfly_kit.policy.policy import Policy
+from agentfly_kit.policy.policy import Policy, read_json
 from agentfly_kit.types import Sample, Sampling, TurnRequest
 
 # vLLM raises temperatures below the minimum, so recorded logprobs would be wrong, and rejects those above the maximum.
@@ -81,6 +80,7 @@ class VLLMEngine(Engine):
         self.name = repr(model) if isinstance(model, Policy) else repr(str(model))
         if not isinstance(model, Policy) and (Path(model) / "adapter_config.json").exists():
             model = Policy.load(model)
+        self._chat: Chat | None = model.chat if isinstance(model, Policy) else None
         if isinstance(model, Policy):
             folder = tempfile.mkdtemp(prefix="agentfly-model-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
@@ -93,9 +93,9 @@ class VLLMEngine(Engine):
             raise EngineError(f"engine_args must not set {', '.join(sorted(fixed))}, which would change the logprobs")
         self._engine_args = engine_args
         self._config = load_config(self.model)
-        self._chat: Chat | None = None
+        self._text_config = self._config.get_text_config()  # that of the language model, if the model has other parts
         self._stop_ids = tuple(stop_ids) if stop_ids is not None else None
-        self._initial_version = int(_policy_json(self.model).get("version", 0))
+        self._initial_version = int(read_json(Path(self.model) / "policy.json").get("version", 0))
         self._weights = weights
         self._version = self._initial_version
         self._host: Host | None = None
@@ -124,23 +124,25 @@ class VLLMEngine(Engine):
     @property
     def max_length(self) -> int:
         given = self._engine_args.get("max_model_len")
-        return int(given or getattr(self._config, "max_position_embeddings", 0) or 1 << 30)
+        return int(given or getattr(self._text_config, "max_position_embeddings", 0) or 1 << 30)
 
     @property
     def vocab_size(self) -> int:  # type: ignore[override]
         """Number of tokens in the model's vocabulary."""
-        return int(self._config.vocab_size)
+        return int(self._text_config.vocab_size)
 
     @property
     def chat(self) -> Chat:
-        """Chat with the model's tokenizer and template, for `af.Agent(engine, chat=engine.chat)`."""
+        """Chat of the policy, or of a model's folder, for `af.Agent(engine, chat=engine.chat)`."""
         if self._chat is None:
-            from transformers import AutoTokenizer
+            from transformers import AutoTokenizer, GenerationConfig
 
-            self._chat = Chat(
-                AutoTokenizer.from_pretrained(self.model, trust_remote_code=False),
-                format=_policy_json(self.model).get("format", "auto"),
-            )
+            tokenizer = AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
+            try:
+                generation_config = GenerationConfig.from_pretrained(self.model)
+            except OSError:  # the model has none
+                generation_config = None
+            self._chat = Chat.from_saved(read_json(Path(self.model) / "policy.json"), tokenizer, generation_config)
         return self._chat
 
     @property
@@ -237,7 +239,7 @@ class VLLMEngine(Engine):
             settings |= {
                 "enforce_eager": True,
                 "block_size": 32,
-                "kv_cache_memory_bytes": _kv_bytes(self._config, sequences * min(self.max_length, 4096)),
+                "kv_cache_memory_bytes": _kv_bytes(self._text_config, sequences * min(self.max_length, 4096)),
             }
         settings |= self._engine_args
         settings |= {
@@ -409,12 +411,6 @@ def _check_columns(got: Any, columns: int) -> None:
             "version is not supported, or the engine also scored ids meanwhile: sample and score one after the other, "
             "or use different engines"
         )
-
-
-def _policy_json(model: str) -> dict[str, Any]:
-    path = Path(model) / "policy.json"
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    return found
 
 
 def _kv_bytes(config: Any, tokens: int) -> int:

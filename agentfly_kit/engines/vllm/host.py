@@ -297,7 +297,7 @@ class Host:
             from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
         except ImportError:
             return
-        config = load_config(self._settings["model"])
+        config = load_config(self._settings["model"]).get_text_config()
         heads = int(getattr(config, "num_attention_heads", 0) or 1)
         size = getattr(config, "head_dim", None) or int(getattr(config, "hidden_size", 0)) // heads
         known = CPUAttentionBackend.get_supported_head_sizes()

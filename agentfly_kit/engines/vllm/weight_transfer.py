@@ -29,14 +29,15 @@ WeightSource = tuple[str, "torch.Tensor", "Callable[[], torch.Tensor]"]
 # but each chunk requires a message.
 CHUNK: dict[WeightTransport, int] = {"shm": 64 << 20, "ipc": 512 << 20, "http": 64 << 20}
 # Settings that must be equal in the sending and the receiving model.
-_ARCHITECTURE = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
+_ARCHITECTURE = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
 # Alignment of tensors in the buffer in bytes, so that they can be viewed as any dtype.
 _ALIGN = 64
 
 
 def architecture(config: Any) -> dict[str, Any]:
     """Return the settings of a transformers config that must be equal for sender and receiver of weights."""
-    return {name: getattr(config, name, None) for name in _ARCHITECTURE}
+    text = config.get_text_config()
+    return {"model_type": config.model_type} | {name: getattr(text, name, None) for name in _ARCHITECTURE}
 
 
 def check_architecture(engine: str, served: dict[str, Any], policy: Any) -> None:

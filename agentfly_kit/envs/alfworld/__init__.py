@@ -7,13 +7,13 @@ loads ALFWorld's own games and other TextWorld games for the same agent.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import random
 from collections.abc import Sequence
 from typing import Any
 
 from agentfly_kit import tasks as task_sets
+from agentfly_kit._async import threads
 from agentfly_kit.envs.alfworld import games, official, plans
 from agentfly_kit.envs.alfworld.games import KINDS, Game, Size
 from agentfly_kit.envs.alfworld.house import NOTHING, House
@@ -59,7 +59,7 @@ class ALFWorld:
         self.game: Game | None = None
         self.world: House | official.Session
         if "file" in task.fields:
-            self.world = await asyncio.to_thread(official.Session, task.fields["file"])
+            self.world = await threads.call(official.Session, task.fields["file"])
             return self._under(self.world.opening)
         self.game = game_of(task)
         self.world = self.game.house()
@@ -84,7 +84,7 @@ class ALFWorld:
             self.won = self.game.goal.met(self.world)
             self._progress(self.world, self.game)
         else:
-            observation = await asyncio.to_thread(self.world.do, command)
+            observation = await threads.call(self.world.do, command)
             self.won = self.world.won
         self.done = self.won or self.steps >= self.limit
         happened = observation != NOTHING
@@ -138,7 +138,7 @@ class ALFWorld:
         world = self.world
         into.__dict__.update(self.__dict__)
         into.commands = list(self.commands)
-        into.world = world.copy() if isinstance(world, House) else await asyncio.to_thread(world.copy)
+        into.world = world.copy() if isinstance(world, House) else await threads.call(world.copy)
 
 
 def game_of(task: Task) -> Game:

@@ -21,7 +21,7 @@ import functools
 import random
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.envs.family import Family, Move, int_field, row_id, tool_outputs
@@ -32,6 +32,9 @@ from agentfly_kit.errors import SettingsError, ToolError, check_count
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
+
+if TYPE_CHECKING:
+    from agentfly_kit.policy.policy import Policy
 
 __all__ = ["BRIEF", "Catalogue", "Shop", "WebShop", "WebShopText", "agent", "expert", "family", "random_agent", "tasks"]
 
@@ -388,10 +391,10 @@ family = Family(
 agent, random_agent = family.agent, family.random_agent
 
 
-def expert(**settings: Any) -> Agent:
+def expert(policy: Policy | None = None, **settings: Any) -> Agent:
     """Create an agent whose scripted player buys the requested product. Takes the same `options` as `agent`."""
     known = functools.partial(expert_player, options=settings.get("options") or {})
-    return dataclasses.replace(family, expert_player=known).expert(**settings)
+    return dataclasses.replace(family, expert_player=known).expert(policy, **settings)
 
 
 def tasks(

@@ -29,6 +29,7 @@ from agentfly_kit._display import Displayable
 
 from ..._async.interrupts import keep_interruptible
 from ..._async.listeners import Listeners
+from ..._async.threads import Worker
 from ...errors import LeaseRevoked, PoolClosed, RemotePoolError, SettingsError
 from ...pool.base import BasePool, Lease
 from ...pool.records import PoolEvent, PoolSnapshot
@@ -177,7 +178,7 @@ class RemotePool(Displayable, BasePool[S]):
         )
         link.held[reply["lease"]] = None
         sandbox: Any = RemoteSandbox(link, reply["lease"], self.name, link.methods, reply.get("isolation"))
-        lease = link.leases[reply["lease"]] = Lease(self, reply["sandbox"], sandbox, owner)
+        lease = link.leases[reply["lease"]] = Lease(self, reply["sandbox"], sandbox, owner, Worker())
         return lease
 
     async def release(self, lease: Lease[S], *, reusable: bool = True) -> None:
@@ -188,7 +189,7 @@ class RemotePool(Displayable, BasePool[S]):
         name = _lease_key(lease)
         if self._begin_release(lease) and self._link.stop_holding(name) and not self.closed:
             # Release the lease even if the caller is cancelled; otherwise it would last until the server reclaims it.
-            await self._link.run_and_wait(self._link.release(name, reusable), keep=True)
+            await self._link.run_and_wait(self._link.release(name, reusable and self._is_reusable(lease)), keep=True)
 
     def _on_turn_changed(self, lease: Lease[S]) -> None:
         name = _lease_key(lease)

@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import dataclasses
 import hmac
-import inspect
 import ipaddress
 import json
 import logging
@@ -26,6 +25,7 @@ import pydantic
 
 from ...errors import LeaseRevoked, RemotePoolError, SandboxError, SettingsError
 from ...pool.base import Lease
+from ...pool.calls import call as call_method
 from ...pool.pool import Pool
 from ...pool.records import PoolEvent
 from . import wire
@@ -471,7 +471,7 @@ class PoolServer:
                     check(method, args, kwargs)
                 except Exception as error:
                     raise _HTTPError(409, error) from None
-            call = held.calls[message.request] = self._spawn(_perform(held.lease.sandbox, method, args, kwargs))
+            call = held.calls[message.request] = self._spawn(_perform(held.lease, method, args, kwargs))
             # Forget the oldest results. Calls that still run are kept.
             while len(held.calls) > _KEPT_CALLS:
                 oldest = next((name for name, each in held.calls.items() if each.done()), None)
@@ -606,11 +606,8 @@ def _result(task: asyncio.Task[Any]) -> Any:
     return task.result()
 
 
-async def _perform(sandbox: Any, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    value = getattr(sandbox, method)(*args, **kwargs)
-    if inspect.isawaitable(value):
-        value = await value
-    return wire.encode(value)
+async def _perform(lease: Lease[Any], method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    return wire.encode(await call_method(lease.worker, getattr(lease.sandbox, method), *args, **kwargs))
 
 
 async def _give_back(pool: Pool[Any], held: _HeldLease, reusable: bool) -> None:
@@ -618,6 +615,7 @@ async def _give_back(pool: Pool[Any], held: _HeldLease, reusable: bool) -> None:
     for call in running:
         call.cancel()
     if running:
+        held.lease.worker.discard()
         await asyncio.wait(running)
     for call in held.calls.values():
         if not call.cancelled():

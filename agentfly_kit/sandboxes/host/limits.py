@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from ...errors import SettingsError, check_types
+from ..inside import processes
 from . import reaper
 
 
@@ -138,6 +139,21 @@ class Usage:
         """Return the CPU time used so far by all processes, including ended ones; None if unknown."""
         return None
 
+    def activity(self, pid: int) -> tuple[float | None, str] | None:
+        """Return the CPU time used so far, or None, and the states of all threads; None if there is no new report.
+
+        Args:
+            pid: id of the sandbox's outermost process. If it is stopped, the states contain "!", because code inside
+                cannot stop it.
+        """
+        seconds, states = processes.activity([pid, *self.members(pid)])
+        counted = self.cpu_seconds()
+        return seconds if counted is None else counted, states + ("!" if states[:1] == "T" else "")
+
+    def members(self, pid: int) -> list[int]:
+        """Return the processes inside, given the outermost process."""
+        return processes.descendants(pid)
+
     def limit_hits(self) -> LimitHits:
         return LimitHits(killed=_fields(Path("/proc/vmstat")).get("oom_kill", 0))
 
@@ -198,6 +214,9 @@ class Group(Usage):
             used = _fields(self.folders[""] / "cpu.stat").get("usage_usec")
             return None if used is None else used / 1e6
         return None
+
+    def members(self, pid: int) -> list[int]:
+        return self.processes()
 
     def limit_hits(self) -> LimitHits:
         v1 = self.version == "v1"

@@ -28,12 +28,19 @@ class ContainerUsage(Usage):
     def __init__(self) -> None:
         self.hits = LimitHits()
         self.seconds: float | None = None
+        self.used = 0.0  # the same from the list of processes, in steps of 10 ms
+        self.states = ""
+        self.is_new = False  # True if the zygote has reported since the last call of `activity`
 
     def limit_hits(self) -> LimitHits:
         return self.hits
 
     def cpu_seconds(self) -> float | None:
         return self.seconds
+
+    def activity(self, pid: int) -> tuple[float | None, str] | None:
+        is_new, self.is_new = self.is_new, False
+        return (self.used if self.seconds is None else self.seconds, self.states) if is_new else None
 
 
 class Stream:
@@ -162,7 +169,9 @@ class Stream:
             if channel == USAGE:
                 usage = json.loads(piece)
                 self.usage.hits = LimitHits(*map(int, usage["hits"]))
-                self.usage.seconds = usage["cpu"]
+                self.usage.seconds, self.usage.used = usage["cpu"], float(usage["used"])
+                self.usage.states = str(usage["states"])
+                self.usage.is_new = True
             elif channel == CONTROL:
                 self._outgoing.append((CONTROL, piece + b"\n"))
             elif serial == self._serial:

@@ -16,6 +16,7 @@ from typing import Any
 
 from .frames import CONTROL, DATA, ERR, OUT, USAGE, frame, frames
 from .kernel import PR_SET_NO_NEW_PRIVS, filter_calls, prctl
+from .processes import activity, descendants
 from .zygote import Zygote, run
 
 _CHUNK = 65536  # also the capacity of a pipe
@@ -198,7 +199,10 @@ class Relay(Zygote):
         counts = own, killed, cgroup_counter("pids/pids.events", "pids.events", "max")
         if counts != self.counts or always:
             self.counts = counts
-            self.send(USAGE, json.dumps({"hits": counts, "cpu": processor_seconds()}).encode())
+            used, states = activity(descendants(os.getpid()))
+            used += activity([os.getpid()])[0]  # includes the time of processes that have ended
+            report = {"hits": counts, "cpu": processor_seconds(), "used": used, "states": states}
+            self.send(USAGE, json.dumps(report).encode())
 
 
 def cgroup_counter(first: str, second: str, name: str) -> int:

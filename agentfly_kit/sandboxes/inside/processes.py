@@ -1,4 +1,4 @@
-"""Helpers used on the host and inside sandboxes: find the descendants of a process, and empty a folder."""
+"""Helpers used on the host and inside sandboxes: inspect processes and their descendants, and empty a folder."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import os
 def is_dead(pid: int) -> bool:
     """Return True if a process does not exist or is a zombie."""
     try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] in "ZX"
+        return _status(f"/proc/{pid}/stat")[0] in "ZX"
     except OSError:
         return True
 
@@ -29,6 +28,29 @@ def descendants(root: int) -> list[int]:
         except OSError:
             continue  # the process has ended in the meantime
     return found
+
+
+def activity(pids: list[int]) -> tuple[float, str]:
+    """Return the CPU time of processes and their ended children in seconds, and the states of all their threads."""
+    ticks, states = 0, ""
+    for pid in pids:
+        try:
+            ticks += sum(map(int, _status(f"/proc/{pid}/stat")[11:15]))
+            tasks = os.listdir(f"/proc/{pid}/task")
+        except OSError:
+            continue  # the process has ended in the meantime
+        for task in tasks:
+            try:
+                states += _status(f"/proc/{pid}/task/{task}/stat")[0]
+            except OSError:
+                continue
+    return ticks / os.sysconf("SC_CLK_TCK"), states
+
+
+def _status(file: str) -> list[str]:
+    """Return the fields of a process or thread after its name, which code can set to any bytes."""
+    with open(file, "rb") as lines:
+        return lines.read().rpartition(b")")[2].decode().split()
 
 
 def wipe(folder: str, keep: list[str]) -> None:
