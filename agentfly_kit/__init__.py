@@ -5,17 +5,23 @@ The import is cheap, because each public name is loaded on first use. Its only s
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
 from pathlib import Path
 from typing import Any
 
+from agentfly_kit import _display
+
 __version__ = "0.2.0"
 
 # In MKL's strict mode, the rounding of a row of a matrix product does not depend on the number of rows. `LocalEngine`
 # needs this. MKL reads the variable at its first call in the process.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
+
+# The module that displays objects in notebooks is imported when the first object is displayed.
+_display.load_html = functools.partial(importlib.import_module, "agentfly_kit.integrations.html")
 
 _MODULES = {
     "advantages": "advantages",
@@ -46,9 +52,7 @@ __all__ = sorted([*_WHERE, *_MODULES])
 def __getattr__(name: str) -> Any:
     if name not in _WHERE and name not in _MODULES:
         raise AttributeError(f"agentfly_kit has no {name!r}; dir(agentfly_kit) lists the available names")
-    from agentfly_kit._display import loading
-
-    with loading(f"agentfly_kit.{name}"):
+    with _display.loading(f"agentfly_kit.{name}"):
         module = importlib.import_module(f"agentfly_kit.{_WHERE.get(name) or _MODULES[name]}")
     value = getattr(module, name) if name in _WHERE else module
     globals()[name] = value

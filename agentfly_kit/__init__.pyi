@@ -58,10 +58,10 @@ from agentfly_kit.rewards import Reward as Reward
 from agentfly_kit.rewards import Score as Score
 from agentfly_kit.rewards import overlong_penalty as overlong_penalty
 from agentfly_kit.rewards import reward as reward
-from agentfly_kit.sandboxes import sandbox_report as sandbox_report
 from agentfly_kit.sandboxes.files import FileSandbox as FileSandbox
 from agentfly_kit.sandboxes.grader import Grader as Grader
 from agentfly_kit.sandboxes.host.container import Container as Container
+from agentfly_kit.sandboxes.host.isolation import sandbox_report as sandbox_report
 from agentfly_kit.sandboxes.python import PythonSandbox as PythonSandbox
 from agentfly_kit.sandboxes.result import SandboxResult as SandboxResult
 from agentfly_kit.sandboxes.shell import ShellSandbox as ShellSandbox

@@ -91,6 +91,11 @@ def _bounded(method: Callable[[Any], str]) -> Callable[[Any], str]:
     return wrapper
 
 
+def load_html() -> Any:
+    """Return the module with `to_html`. The package replaces this function, because this layer imports no other."""
+    raise NotImplementedError
+
+
 class Displayable:
     """Base class of objects with a text repr of bounded length, and an HTML repr in notebooks.
 
@@ -110,9 +115,7 @@ class Displayable:
         return f"{type(self).__name__}({shown if len(shown) <= 600 else shown[:600] + '...'})"
 
     def _repr_html_(self) -> str:
-        from agentfly_kit.integrations.html import to_html
-
-        return to_html(self)
+        return str(load_html().to_html(self))
 
 
 def explain_interrupt(error: BaseException, text: str) -> None:

@@ -159,7 +159,7 @@ def _agents() -> Finding:
 
 
 def _sandboxes() -> Finding:
-    from agentfly_kit.sandboxes import sandbox_report
+    from agentfly_kit.sandboxes.host.isolation import sandbox_report
 
     report = sandbox_report()
     level = report.best

@@ -11,7 +11,7 @@ from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.budget import Budget
-from agentfly_kit.agent.remote import GroupWorkers
+from agentfly_kit.agent.request import GroupWorkers
 from agentfly_kit.agent.rollout import Rollout, RolloutDiff
 from agentfly_kit.agent.settings import task_list
 from agentfly_kit.errors import SettingsError

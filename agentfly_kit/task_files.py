@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from agentfly_kit.errors import TaskError
+from agentfly_kit.types import drop_none
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 FILES = ".jsonl, .json, .csv or .parquet file"
@@ -181,10 +182,3 @@ def to_python(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: to_python(part) for key, part in value.items()}
     return [to_python(part) for part in value] if isinstance(value, list | tuple) else value
-
-
-def drop_none(value: Any) -> Any:
-    """Return a copy of a JSON value without the keys of dicts whose value is None, at every depth."""
-    if isinstance(value, dict):
-        return {key: drop_none(part) for key, part in value.items() if part is not None}
-    return [drop_none(part) for part in value] if isinstance(value, list | tuple) else value

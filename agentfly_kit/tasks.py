@@ -20,7 +20,7 @@ from agentfly_kit import task_files
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import TaskError
 from agentfly_kit.seeds import digest
-from agentfly_kit.types import Task, normalize_messages
+from agentfly_kit.types import Task, drop_none, normalize_messages
 
 _QUESTIONS = ("messages", "question", "prompt", "input")
 
@@ -387,7 +387,7 @@ def _check_disjoint(tasks: Tasks, name: str) -> None:
 def _canonical_content(task: Task) -> str:
     """Serialize the messages and fields of a task, but not its id, to canonical JSON. None counts as missing."""
     try:
-        return canonical_json(task_files.drop_none([task.messages, task.fields]))
+        return canonical_json(drop_none([task.messages, task.fields]))
     except TypeError as error:
         raise TaskError(f"task {task.id!r}: its fields cannot be compared with other tasks ({error})") from None
 

@@ -846,3 +846,10 @@ class Group(Displayable):
         scored = [r for r in self.rewards if r is not None]
         mean = f"mean reward {sum(scored) / len(scored):.3f}" if scored else "unscored"
         return f"Group({self.id!r}, {len(self)} chains, {mean})"
+
+
+def drop_none(value: Any) -> Any:
+    """Return a copy of a JSON value without the keys of dicts whose value is None, at every depth."""
+    if isinstance(value, dict):
+        return {key: drop_none(part) for key, part in value.items() if part is not None}
+    return [drop_none(part) for part in value] if isinstance(value, list | tuple) else value

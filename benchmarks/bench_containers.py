@@ -28,7 +28,8 @@ from timing import timed
 from agentfly_kit.integrations.remote_pool.client import RemotePool
 from agentfly_kit.integrations.remote_pool.server import serve_pool
 from agentfly_kit.pool.pool import Pool
-from agentfly_kit.sandboxes import Container, PythonSandbox
+from agentfly_kit.sandboxes.host.container import Container
+from agentfly_kit.sandboxes.python import PythonSandbox
 
 
 async def attached(place: Container, rounds: int) -> dict[str, Any]:

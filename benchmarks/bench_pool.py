@@ -20,8 +20,8 @@ from timing import spread, timed, took
 
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.pool.records import PoolEvent
-from agentfly_kit.sandboxes import PythonSandbox
 from agentfly_kit.sandboxes.host import isolation
+from agentfly_kit.sandboxes.python import PythonSandbox
 
 
 async def level(name: Any, rounds: int, crowd: int) -> dict[str, Any]:
@@ -154,7 +154,7 @@ async def main(rounds: int, crowd: int, leases: int, container: str | None) -> d
     for name in isolation.LEVELS:
         out[name] = isolation.unavailable_reason(name) or await level(name, rounds, crowd)
     if container:
-        from agentfly_kit.sandboxes import Container
+        from agentfly_kit.sandboxes.host.container import Container
 
         out["container"] = await level(Container(container), max(5, rounds // 10), 4)
     out["bare subprocess"] = {

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
-from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
-from agentfly_kit.agent.chain_editing import Chain
-from agentfly_kit.agent.harness import create_chain
-from agentfly_kit.agent.remote import GroupWorkers, RolloutRequest
+from agentfly_kit.agent.chain_editing import Chain, create_chain
+from agentfly_kit.agent.request import GroupWorkers, RolloutRequest
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import AgentSettings, task_list
 from agentfly_kit.errors import SettingsError, checks_keywords
 from agentfly_kit.types import Task, Trajectory
+
+if TYPE_CHECKING:
+    from agentfly_kit.agent.branching import Branch
 
 
 @checks_keywords
 class Agent(AgentSettings):
     # With this docstring, `af.Agent?` describes all settings.
     __doc__ = AgentSettings.__doc__
+
+    def __post_init__(self) -> None:
+        if callable(self.harness):
+            from agentfly_kit.agent.harness import Harness
+
+            object.__setattr__(self, "harness", Harness(self.harness))
+        super().__post_init__()
 
     def replace(self, **changes: Any) -> Agent:
         """Return a copy of the agent with some settings changed."""
@@ -56,7 +64,7 @@ class Agent(AgentSettings):
                 )
             return Chain.from_trajectory(self, task)
         self.check_tasks(task_list(task))
-        return create_chain(self, task)
+        return cast(Chain, create_chain(self, task))
 
     @checks_keywords
     def rollout(

@@ -1,16 +1,16 @@
-"""`Chain`: extends `BaseChain` with methods that run a chain to its end or edit, rewind or fork it."""
+"""`Chain`: extends `LoopChain` with methods that edit, rewind or fork a chain."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from agentfly_kit._async.pending_call import cancelling, pending_call, warn_or_log
-from agentfly_kit.agent.chain import BaseChain, call_hook
-from agentfly_kit.agent.progress import ChainKey
+from agentfly_kit._async.pending_call import pending_call
+from agentfly_kit.agent.chain import BaseChain, LoopChain
+from agentfly_kit.agent.progress import ChainHooks, ChainKey
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import (
@@ -24,11 +24,11 @@ from agentfly_kit.agent.turns import (
     text_fields,
     token_fields,
 )
-from agentfly_kit.errors import EngineError, SettingsError, check_count
-from agentfly_kit.types import Distribution, Failure, Message, ToolResult, Trajectory, Turn, normalize_messages
+from agentfly_kit.errors import SettingsError, check_count
+from agentfly_kit.types import Distribution, Message, Task, ToolResult, Trajectory, Turn, normalize_messages
 
 
-class Chain(BaseChain):
+class Chain(LoopChain):
     """One trajectory in progress. Create it with `agent.chain(task)`. Methods that append a turn return the turn.
 
     Attributes:
@@ -77,95 +77,7 @@ class Chain(BaseChain):
         chain.origin, chain.origin_key = trajectory, chain.seed_key
         return chain
 
-    # --- running ---
-
-    @pending_call
-    async def run(self) -> Trajectory:
-        """Run the chain to its end and score it. The hooks and time limits of the agent apply.
-
-        Exceptions of the engine, the host or a hook are not raised. They end the chain, which is left unscored, and are
-        recorded in `error`.
-        """
-        state, detail, trajectory = "cancelled", "", None
-        self.hooks.report(self.id, "chain", "start", "waiting", self.actions)
-        try:
-            await self._run_to_end()
-            trajectory = await self._finish_anyway()
-            state, detail = "failed" if trajectory.error is not None else "done", trajectory.stop
-            try:
-                if not self.never_started:
-                    await call_hook(self.agent.after_chain, self, trajectory)
-            except Exception as error:  # the trajectory is already finished, so an error of this hook is only reported
-                warn_or_log(f"after_chain raised {type(error).__name__}: {error}")
-            return trajectory
-        finally:
-            self.hooks.report(
-                self.id, "chain", "end", state, self.actions, detail, result=trajectory or self.snapshot()
-            )
-
-    async def _run_to_end(self) -> None:
-        # The earliest deadline of the chain and its shared budgets applies.
-        deadlines = [(usage.deadline, f"{usage.name}_seconds") for usage in self.hooks.usages]
-        if self.agent.timeout is not None:
-            deadlines.append((asyncio.get_running_loop().time() + self.agent.timeout, "timeout"))
-        when, stop = min(((at, stop) for at, stop in deadlines if at is not None), default=(None, ""))
-        limit = asyncio.timeout_at(when)
-        try:
-            async with limit:
-                while self.stop is None:
-                    await self._advance()
-        except asyncio.CancelledError as error:
-            if cancelling():
-                await self.close()
-                raise
-            # An operation that this task awaited was cancelled, but not the task itself.
-            self._end("error", Failure.from_exception("chain", error))
-        except Exception as error:
-            if limit.expired():
-                if self.stop is None:  # otherwise, the limit was reached while the ended chain waited for its group
-                    self._end(stop)
-            else:  # for example, a TimeoutError of a server, which is not the chain's time limit
-                where = "engine" if isinstance(error, EngineError) else "chain"
-                self._end("error", Failure.from_exception(where, error))
-
-    async def _advance(self, sample: Callable[[], Awaitable[Turn]] | None = None) -> None:
-        """Run one step of the chain, including the agent's hooks. If given, `sample` replaces `self.sample`."""
-        agent = self.agent
-        await self.prepare()
-        if agent.before_turn is not None:
-            self._context_used_at = self.turn
-            await call_hook(agent.before_turn, self)
-        # Do not sample if `before_turn` has ended the chain or forced an action.
-        if self.stop is None and not self.pending_calls:
-            action = await (sample or self.sample)()
-            # Not `self.turn`, because a nudge may already follow the action.
-            follows_observation = action.parent is not None and action.parent.kind == "observation"
-            if self.hooks.branch is not None and action.kind == "action" and follows_observation:
-                await self.hooks.branch(self, action)
-            if self._compacting_can_help():
-                await call_hook(agent.on_context_full, self)
-        if self.stop is None and self.pending_calls:
-            await self.act()
-            if self.stop is None and (count := await call_hook(agent.after_observation, self)):
-                if not isinstance(count, int) or count < 0:
-                    raise SettingsError(f"after_observation must return a number of forks or None, got {count!r}")
-                if self.hooks.spawn is None:
-                    raise SettingsError("after_observation requested forks of a chain that is not in a rollout")
-                await self.hooks.spawn(self, count)
-
-    def _compacting_can_help(self) -> bool:
-        """Return True if the context is full and the current row contains more than its prompt."""
-        return self.stop == "context_full" and len(self.turn.row_path) > 1
-
-    async def _finish_anyway(self) -> Trajectory:
-        try:
-            return await self.finish()
-        except (Exception, asyncio.CancelledError) as error:
-            if isinstance(error, asyncio.CancelledError) and cancelling():
-                raise
-            # Record the error in the trajectory instead of raising it, for example if a pool was closed while in use.
-            self._end("error", Failure.from_exception("chain", error))
-            return self.snapshot()
+    # --- inspecting ---
 
     @pending_call
     async def distribution(self, top: int = 20) -> Distribution:
@@ -433,3 +345,11 @@ class Chain(BaseChain):
             self.has_sampled = True
             turn = dataclasses.replace(sample.turns[n], parent=self.turn, reward=None)
             return self._append_action(turn, sample.stop if ended else None)
+
+
+def create_chain(
+    agent: AgentSettings, task: Task, key: ChainKey | None = None, hooks: ChainHooks | None = None
+) -> BaseChain:
+    """Create a `HarnessChain` if the agent has a harness, else a `Chain`."""
+    kind: type[BaseChain] = Chain if agent.harness is None else agent.harness.chain_type
+    return kind(agent, task, key, hooks)

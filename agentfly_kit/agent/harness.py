@@ -8,14 +8,13 @@ import hashlib
 import inspect
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentfly_kit import seeds
 from agentfly_kit._async.pending_call import cancelling, pending_call, wait_all, warn_or_log
 from agentfly_kit.agent.budget import stop_after_action
-from agentfly_kit.agent.chain_editing import Chain
+from agentfly_kit.agent.chain import BaseChain
 from agentfly_kit.agent.conversations import (
     ConversationRow,
     Match,
@@ -31,21 +30,57 @@ from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import encode_long, label, text_fields, token_fields
 from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.endpoint.reply import ChainEnded, Reply, ReplyCall, RequestError
-from agentfly_kit.errors import ChatTemplateError, SettingsError
-from agentfly_kit.tools.function import Outcome, failure_from
+from agentfly_kit.errors import ChatTemplateError, SettingsError, suggest_keyword
+from agentfly_kit.tools.context import Context, Fields
+from agentfly_kit.tools.function import Outcome, call_user_function, failure_from
+from agentfly_kit.tools.injection import InjectedFunction
 from agentfly_kit.tools.tool import to_text
 from agentfly_kit.types import Failure, Message, Sample, Sampling, Task, ToolCall, ToolResult, Turn
 
 # Maximum time in seconds to wait for a cancelled harness to clean up.
 _CANCEL_SECONDS = 5.0
-# Methods that a `HarnessChain` refuses, because the harness determines its turns.
-_REFUSED = (
-    "prepare", "sample", "sample_turns", "append_sample", "act", "distribution",
-    "force", "observe", "compact", "rewind", "fork",
-)  # fmt: skip
 
 
-class HarnessChain(Chain):
+class Harness(InjectedFunction[..., Any]):
+    """Wrapper that injects arguments into the function passed as `Agent(harness=)`."""
+
+    kind = "harness"
+    error_type = SettingsError
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__(function, None, None, ("endpoint", "task", "context"))
+        for name, parameter in self._parameters.items():
+            wanted = (
+                "endpoint" if parameter.annotation is Endpoint else "task" if parameter.annotation is Task else name
+            )
+            if name != wanted:
+                raise self._error(
+                    f"parameter {name!r} of type {parameter.annotation.__name__} must be named {wanted!r}"
+                )
+        if "endpoint" not in self._parameters:
+            misspelled = next((name for name in self._parameters if suggest_keyword(name, ["endpoint"])), None)
+            hint = f"rename {misspelled!r}" if misspelled else "use endpoint.base_url, endpoint.client or endpoint.chat"
+            raise self._error(
+                "a harness must have the parameter 'endpoint', through which it reaches the policy, got "
+                f"({', '.join(self._parameters)}); {hint}"
+            )
+
+    @property
+    def chain_type(self) -> type[HarnessChain]:
+        """Class of the chains whose requests come from a harness."""
+        return HarnessChain
+
+    def _settings(self) -> str:
+        return self.name
+
+    async def run(self, context: Context, endpoint: Any) -> Outcome:
+        """Call the harness function with the task of `context`."""
+        fields = Fields(context.task.fields)
+        async with self._inject(context, fields, endpoint=endpoint, task=context.task) as arguments:
+            return await call_user_function(self.function, arguments)
+
+
+class HarnessChain(BaseChain):
     """Chain for `Agent(harness=)`. The harness function requests each action through an endpoint.
 
     Turns are appended in the order of the requests. Each turn belongs to the row that the request continues, so turns
@@ -83,20 +118,16 @@ class HarnessChain(Chain):
             self._ordered = (self.turn, tuple(ordered))
         return self._ordered[1]
 
-    @contextmanager
-    def _exclusive(self, call: str) -> Iterator[None]:
-        if call in _REFUSED:
-            raise SettingsError(
-                f"chain.{call}: the requests of this chain come from the harness of the agent; "
-                "use chain.run() or chain.reply(messages)"
-            )
-        with super()._exclusive(call):
-            yield
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"chain.{name}: the requests of this chain come from the harness of the agent; use chain.run() or "
+            "chain.reply(messages)"
+        )
 
     # --- running ---
 
-    async def _advance(self, sample: object = None) -> None:
-        """Run the harness until it returns or a limit ends the chain. `sample` is ignored."""
+    async def _advance(self) -> None:
+        """Run the harness until it returns or a limit ends the chain."""
         endpoint = Endpoint(self.reply, self.id, self._warn_once)
         running = asyncio.ensure_future(self.agent.harness.run(self.context, endpoint))
         limit = asyncio.ensure_future(self._limit_reached.wait())
@@ -393,11 +424,3 @@ class HarnessChain(Chain):
         if f"harness {key}" not in self.agent._warned:
             self.agent._warned.append(f"harness {key}")
             warn_or_log(text)
-
-
-def create_chain(
-    agent: AgentSettings, task: Task, key: ChainKey | None = None, hooks: ChainHooks | None = None
-) -> Chain:
-    """Create a `HarnessChain` if the agent has a harness, else a `Chain`."""
-    kind: Callable[..., Chain] = Chain if agent.harness is None else HarnessChain
-    return kind(agent, task, key, hooks)

@@ -10,26 +10,27 @@ import itertools
 import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentfly_kit._async import threads
 from agentfly_kit._async.gc_pause import relaxed_gc
 from agentfly_kit._async.interrupts import keep_interruptible
 from agentfly_kit._async.pending_call import Handle, cancelling, wait_all, warn_or_log
 from agentfly_kit._display import Displayable, explain_interrupt
-from agentfly_kit.agent.branching import BranchGroup
 from agentfly_kit.agent.budget import BudgetUsage
 from agentfly_kit.agent.chain import call_hook
-from agentfly_kit.agent.chain_editing import Chain
-from agentfly_kit.agent.harness import create_chain
+from agentfly_kit.agent.chain_editing import Chain, create_chain
 from agentfly_kit.agent.progress import ChainHooks, ChainKey, Progress, RolloutEvent, RolloutSnapshot
-from agentfly_kit.agent.remote import GroupResult, GroupWorkers, RolloutRequest
+from agentfly_kit.agent.request import GroupResult, GroupWorkers, RolloutRequest
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import encode_long, prompt_turn
 from agentfly_kit.errors import NotAwaited, PoolTimeout, RewardError
 from agentfly_kit.success import record_success
 from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory, Turn
+
+if TYPE_CHECKING:
+    from agentfly_kit.agent.branching import BranchGroup
 
 _rollouts = itertools.count(1)
 _FORK_RETRY_SECONDS = 0.05  # interval between attempts to fork a chain while no sandbox is free
@@ -383,6 +384,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
 
     def _begin_groups(self) -> None:
         """Begin as many groups as can run all of their chains concurrently, which `BranchGroup` requires."""
+        from agentfly_kit.agent.branching import BranchGroup
+
         while self._unbegun and self._num_free:
             assert self._request.branch is not None
             self._num_free -= 1

@@ -10,15 +10,11 @@ from typing import Any
 from agentfly_kit._async.concurrency import ConcurrencyLimits
 from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
-from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.errors import SettingsError, TaskError, check_accepts, check_count, check_types, suggest_keyword
+from agentfly_kit.errors import SettingsError, TaskError, check_accepts, check_count, check_types
 from agentfly_kit.pool.environment import is_environment, reset_arguments
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.success import SuccessRule, check_success_rule
-from agentfly_kit.tools import function as functions
-from agentfly_kit.tools.context import Context, Fields
-from agentfly_kit.tools.injection import InjectedFunction
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.types import Group, Message, Sampling, Task, Trajectory
 
@@ -39,40 +35,6 @@ _HOOKS = {
 _WITHOUT_HARNESS = (
     "tools", "system", "max_tool_calls", "nudge", "before_chain", "before_turn", "after_observation", "on_context_full",
 )  # fmt: skip
-
-
-class Harness(InjectedFunction[..., Any]):
-    """Wrapper that injects arguments into the function passed as `Agent(harness=)`."""
-
-    kind = "harness"
-    error_type = SettingsError
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__(function, None, None, ("endpoint", "task", "context"))
-        for name, parameter in self._parameters.items():
-            wanted = (
-                "endpoint" if parameter.annotation is Endpoint else "task" if parameter.annotation is Task else name
-            )
-            if name != wanted:
-                raise self._error(
-                    f"parameter {name!r} of type {parameter.annotation.__name__} must be named {wanted!r}"
-                )
-        if "endpoint" not in self._parameters:
-            misspelled = next((name for name in self._parameters if suggest_keyword(name, ["endpoint"])), None)
-            hint = f"rename {misspelled!r}" if misspelled else "use endpoint.base_url, endpoint.client or endpoint.chat"
-            raise self._error(
-                "a harness must have the parameter 'endpoint', through which it reaches the policy, got "
-                f"({', '.join(self._parameters)}); {hint}"
-            )
-
-    def _settings(self) -> str:
-        return self.name
-
-    async def run(self, context: Context, endpoint: Any) -> functions.Outcome:
-        """Call the harness function with the task of `context`."""
-        fields = Fields(context.task.fields)
-        async with self._inject(context, fields, endpoint=endpoint, task=context.task) as arguments:
-            return await functions.call_user_function(self.function, arguments)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +172,6 @@ class AgentSettings(Displayable):
                         f"{name} must not be given with harness, because the harness has its own loop, got "
                         f"{value!r:.60}"
                     )
-            harness = harness if isinstance(harness, Harness) else Harness(harness)
         # A chain leases a sandbox at the first use, so a missing pool would be noticed late.
         pools = (self.pools,) if hasattr(self.pools, "acquire") else tuple(self.pools)
         required = (*tools.sandbox_types, *reward.sandbox_types, *(harness.sandbox_types if harness else ()))

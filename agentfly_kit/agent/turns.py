@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -10,7 +11,8 @@ from agentfly_kit._async import threads
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.chat.formats import Parsed
-from agentfly_kit.types import Message, ToolCall, Turn, normalize_messages
+from agentfly_kit.errors import AlignmentError
+from agentfly_kit.types import Alternatives, Message, Sample, Sampling, ToolCall, Turn, normalize_messages
 
 # Number of characters above which messages are encoded in a thread; on the event loop, they would delay other chains.
 _LONG = 50_000
@@ -47,6 +49,85 @@ def label(agent: AgentSettings, action: int) -> str:
 
 
 # --- actions -------------------------------------------------------------------------------------
+
+
+def action_turn(
+    agent: AgentSettings,
+    parent: Turn,
+    sample: Sample,
+    sampling: Sampling,
+    seed: int,
+    tools: Sequence[dict[str, Any]],
+    author: str,
+) -> Turn:
+    """Return the turn of a sampled action, with the unchanged token ids from the engine.
+
+    The turn is trained on (`sampled=True`) if and only if a policy sampled its tokens and the engine reported their
+    logprobs. Apart from `integrations/captured.py`, which imports recorded token ids, no other function creates turns
+    with `sampled=True`.
+
+    Args:
+        agent: the agent of the chain.
+        parent: the turn before the action.
+        sample: the sample of the engine.
+        sampling: the settings with which it was sampled.
+        seed: the seed with which it was sampled.
+        tools: JSON schemas of the tools in the prompt.
+        author: author of the turn, if the engine samples from a policy.
+
+    Raises:
+        AlignmentError: if the engine declares logprobs but returned none.
+    """
+    engine, chat = agent.engine, agent.chat
+    if sample.ids is not None:
+        tokens = token_fields(agent, sample.ids)
+    elif agent.exact:
+        # A scripted engine returns text, which can be encoded here because no policy sampled its tokens.
+        tokens = token_fields(agent, (*chat.encode(sample.text or ""), chat.stop_ids[0]))
+    else:
+        tokens = text_fields(agent, [{"content": sample.text or ""}])
+    ids = tokens["ids"]
+    if engine.logprobs == "yes" and ids and sample.logprobs is None:
+        raise AlignmentError(f"{type(engine).__name__} must return logprobs, because it declares logprobs='yes'")
+    kept_mass = sample.kept_mass
+    if kept_mass is None and sampling.greedy and sample.logprobs is not None:
+        kept_mass = tuple(math.exp(lp) for lp in sample.logprobs)  # the probability of the only token kept
+    if sample.calls is not None:
+        message, calls = assistant_message(Parsed(sample.text or "", sample.calls, sample.thinking))
+    else:
+        stops = sampling.stop if sample.stop == "string" else ()
+        message, calls = parse_action(chat, tools, forced_beginning(parent), ids, sample.text, stops)
+        if sample.thinking is not None:
+            message = {"thinking": sample.thinking, **message}
+    return Turn(
+        kind="action",
+        author=author if engine.author == "policy" else engine.author,
+        sampled=engine.author == "policy" and sample.logprobs is not None and ids is not None,
+        logprobs=sample.logprobs,
+        entropies=sample.entropies,
+        kept_mass=kept_mass,
+        alternatives=_with_texts(chat, sample.alternatives),
+        versions=sample.versions,
+        messages=(message,),
+        tool_calls=calls,
+        stop=sample.stop,
+        seed=seed,
+        seconds=sample.seconds,
+        parent=parent,
+        row=parent.row,
+        label=label(agent, parent.actions + 1),
+        **tokens,
+    )
+
+
+def _with_texts(
+    chat: Chat, alternatives: Sequence[Sequence[tuple[int, float]]] | None
+) -> tuple[Alternatives, ...] | None:
+    """Add the text of each token to the alternatives recorded by the engine."""
+    if alternatives is None:
+        return None
+    texts = iter(chat.token_texts([id for position in alternatives for id, _ in position]))
+    return tuple(tuple((id, next(texts), logprob) for id, logprob in position) for position in alternatives)
 
 
 def parse_action(

@@ -25,6 +25,7 @@ class Engine(Displayable, ABC):
             requests.
         author: Author of the sampled tokens: "policy" if they can be trained on, otherwise for example "script".
         vocab_size: Number of tokens in the vocabulary; None if unknown.
+        remote: True if servers, which other processes may share, hold the weights.
     """
 
     tokens: Literal["exact", "none"] = "exact"
@@ -33,6 +34,7 @@ class Engine(Displayable, ABC):
     reproducible: bool = False
     author: str = "policy"
     vocab_size: int | None = None
+    remote: bool = False
 
     @property
     def max_length(self) -> int:

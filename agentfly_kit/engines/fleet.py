@@ -76,6 +76,8 @@ class Fleet(Engine):
         EngineError: If the engines have different vocabularies, authors or kinds of results, or one of them is a Fleet.
     """
 
+    remote = True
+
     def __init__(self, engines: Iterable[Engine], *, tolerance: float | None = None) -> None:
         found = list(engines)
         if not found:

@@ -10,17 +10,17 @@ import asyncio
 import itertools
 import json
 import math
-import random
 import time
 import weakref
 from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from agentfly_kit.chat import formats
 from agentfly_kit.chat.chat import Chat
+from agentfly_kit.chat.text_chat import TextChat
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.errors import ChatTemplateError, EngineError, SettingsError, check_count, check_positive
+from agentfly_kit.engines.http import SERVE_COMMAND, Refused, RetryingClient
+from agentfly_kit.errors import EngineError, SettingsError, check_count, check_positive
 from agentfly_kit.types import Message, Sample, Sampling, ToolCall, TurnRequest
 
 # Sampling from the unmodified distribution.
@@ -28,13 +28,6 @@ _NEUTRAL = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0,
     "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
 }  # fmt: skip
-_RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
-# Maximum wait before a retry in seconds, even if the server's Retry-After is longer.
-_MAX_RETRY_WAIT = 30.0
-SERVE_COMMAND = (
-    "python -m vllm.entrypoints.openai.api_server --model <folder> --logprobs-mode processed_logprobs "
-    "--generation-config vllm"
-)
 
 
 class OpenAIEngine(Engine):
@@ -74,6 +67,7 @@ class OpenAIEngine(Engine):
     """
 
     reproducible = False
+    remote = True
 
     def __init__(
         self,
@@ -107,12 +101,9 @@ class OpenAIEngine(Engine):
         self.base_url = base_url.rstrip("/")
         self.model = model
         self.stop_ids = tuple(stop_ids or ())
-        self.timeout = timeout
-        self.retries = retries
-        self.backoff = backoff
+        self.http = RetryingClient(self.base_url, api_key, timeout, retries, backoff)
         # Number of tokens sampled by this engine; in text mode, only those that the server reports.
         self.sampled = 0
-        self._key = api_key
         self._exact = tokens == "exact"
         self._probed = False
         # True if the server returns logprobs after temperature scaling.
@@ -131,17 +122,14 @@ class OpenAIEngine(Engine):
         self._failed_updates = 0
         # Label of the last update's weights, which the server stores until it is restarted.
         self._label = ""
-        # True if a connection failed since `_label` was last checked.
-        self._disconnected = False
-        # Locks and httpx2 clients can only be used in the event loop in which they were created, so keep one per loop.
+        # A lock can only be used in the event loop in which it was created.
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
-        self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = weakref.WeakKeyDictionary()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in self.__dict__.items() if name not in ("_locks", "_clients")}
+        return {name: value for name, value in self.__dict__.items() if name != "_locks"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _locks=weakref.WeakKeyDictionary(), _clients=weakref.WeakKeyDictionary())
+        self.__dict__.update(state, _locks=weakref.WeakKeyDictionary())
 
     # --- capabilities ---
 
@@ -298,7 +286,7 @@ class OpenAIEngine(Engine):
             raise EngineError(
                 "an update of the weights failed while the request ran, so its result was discarded; sample again"
             )
-        if self._disconnected and self._label:
+        if self.http.disconnected and self._label:
             await self._check_label()
         try:
             choice = answer["choices"][0]
@@ -449,102 +437,20 @@ class OpenAIEngine(Engine):
 
     async def _check_label(self) -> None:
         """Raise EngineError if the server was restarted since the last update."""
-        self._disconnected = False
+        self.http.disconnected = False
         found = await self._request("GET", self.base_url.removesuffix("/v1") + "/weight_info")
         if found.get("weight_version") != self._label:
-            self._disconnected, self._update_failure = True, "the server was restarted"
+            self.http.disconnected, self._update_failure = True, "the server was restarted"
         self._check_weights()
-
-    # --- HTTP ---
-
-    def _client(self) -> Any:
-        loop = asyncio.get_running_loop()
-        client = self._clients.get(loop)
-        if client is None:
-            import httpx2
-
-            limits = httpx2.Limits(max_connections=None, max_keepalive_connections=64)
-            headers = {"Authorization": f"Bearer {self._key}"} if self._key else {}
-            client = httpx2.AsyncClient(timeout=httpx2.Timeout(self.timeout), limits=limits, headers=headers)
-            self._clients[loop] = client
-        return client
 
     async def _request(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, retries: int | None = None
     ) -> dict[str, Any]:
-        """Send a request, with retries, and return the decoded response. Cancellation closes the connection.
-
-        Raises:
-            Refused: If the server rejects the request with a status after which no retry is made.
-            EngineError: If all attempts failed, or the response is not valid JSON.
-        """
-        import httpx2
-
-        client = self._client()
-        url = path if "://" in path else self.base_url + path
-        last, retries = "", self.retries if retries is None else retries
-        for attempt in range(retries + 1):
-            wait = self.backoff * 2**attempt * random.uniform(0.75, 1.25)
-            try:
-                async with asyncio.timeout(self.timeout):
-                    response = await client.request(method, url, json=body)
-            except (httpx2.TransportError, TimeoutError) as error:
-                last = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                # The server may have been restarted with other weights.
-                self._disconnected = True
-            else:
-                if response.status_code < 300:
-                    try:
-                        answer = response.json() if response.content else {}
-                    except ValueError as error:
-                        raise EngineError(
-                            f"{url} returned a response that is not valid JSON: {response.text[:200]!r}"
-                        ) from error
-                    return answer if isinstance(answer, dict) else {"answer": answer}
-                last = f"{response.status_code} {_error_text(response)}"
-                if response.status_code not in _RETRIED_STATUSES:
-                    raise Refused(f"{url} refused the request: {last}", response.status_code)
-                wait = max(wait, _retry_after_seconds(response.headers.get("retry-after")))
-            if attempt < retries:
-                await asyncio.sleep(min(wait, _MAX_RETRY_WAIT))
-        raise EngineError(
-            f"{url} failed {retries + 1} times, the last time with {last}; check that the server is running, or "
-            "increase retries=, backoff= or timeout="
-        )
+        return await self.http.request(method, path, body, retries=retries)
 
     async def close(self) -> None:
         """Close the connections that belong to the running event loop."""
-        client = self._clients.pop(asyncio.get_running_loop(), None)
-        if client is not None:
-            await client.aclose()
-
-
-class TextChat(Chat):
-    """Chat that has no tokenizer. It parses tool calls in text, and rejects all operations on token ids."""
-
-    def __init__(self, format: str | formats.Format = "hermes") -> None:
-        self.tokenizer = None
-        self.format = formats.get(format)
-        self.stop_ids = ()
-
-    def _render(self, *_: Any, **__: Any) -> Any:
-        raise ChatTemplateError(
-            "this chat has no tokenizer, because its engine returns only text; tokenization is not supported"
-        )
-
-    encode = render = prompt = observation_ids = token_texts = _render
-
-    def text(self, ids: Sequence[int]) -> str:
-        return "" if len(ids) == 0 else str(self._render())
-
-    def __repr__(self) -> str:
-        return f"TextChat(no tokenizer, format {self.format.name!r})"
-
-
-class Refused(EngineError):
-    def __init__(self, text: str, status: int) -> None:
-        super().__init__(text)
-        self.status = status
+        await self.http.close()
 
 
 def _wire_messages(messages: Sequence[Message], thinking_field: str) -> list[dict[str, Any]]:
@@ -592,20 +498,3 @@ def _parse_tool_call(call: dict[str, Any], index: int) -> ToolCall:
 def _shortened(answer: Any) -> str:
     text = json.dumps(answer)
     return text if len(text) <= 300 else text[:297] + "..."
-
-
-def _error_text(response: Any) -> str:
-    try:
-        answer = response.json()
-        error = answer.get("error", answer)
-        return str(error.get("message", error) if isinstance(error, dict) else error)[:300]
-    except (ValueError, AttributeError):
-        return str(response.text)[:300]
-
-
-def _retry_after_seconds(retry_after: str | None) -> float:
-    """Parse a Retry-After header in seconds; dates are treated as 0."""
-    try:
-        return float(retry_after or 0)
-    except ValueError:
-        return 0.0

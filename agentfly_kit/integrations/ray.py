@@ -17,7 +17,7 @@ from agentfly_kit._async.pending_call import run_in_thread, wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.progress import RolloutEvent
-from agentfly_kit.agent.remote import Gate, GroupResult, GroupResults, RolloutRequest
+from agentfly_kit.agent.request import Gate, GroupResult, GroupResults, RolloutRequest
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import AgentSettings

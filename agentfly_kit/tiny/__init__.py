@@ -15,11 +15,9 @@ from typing import Any
 
 import torch
 
-from agentfly_kit.batch.collate import collate
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import SettingsError, check_count
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo.imitation import imitation_steps
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.types import Message, Task, ToolCall, Trajectory, Turn
 
@@ -239,6 +237,9 @@ def _untrained(words: Sequence[str], seed: int) -> Policy:
 
 def _imitate(policy: Policy, batches: Iterator[list[Trajectory]], steps: int, lr: float) -> float:
     """Train on batches of demonstrations and return the smoothed final loss."""
+    from agentfly_kit.batch.collate import collate
+    from agentfly_kit.ppo.imitation import imitation_steps
+
     smooth = 0.0
     collated = (collate(batch, imitate=True) for batch in batches)
     for step, stats in enumerate(imitation_steps(policy, collated, steps, lr)):

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 
 from agentfly_kit._display import shorten
 from agentfly_kit.errors import ToolSchemaError
-from agentfly_kit.task_files import drop_none
+from agentfly_kit.types import drop_none
 
 REQUIRED: Any = inspect.Parameter.empty
 

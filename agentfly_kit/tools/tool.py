@@ -33,7 +33,6 @@ from agentfly_kit.tools import function as functions
 from agentfly_kit.tools.context import Context, temporary_context
 from agentfly_kit.tools.injection import FunctionSet, InjectedFunction
 from agentfly_kit.tools.schema import Arguments, parse_docstring
-from agentfly_kit.tools.source import parse_source, sandboxed
 from agentfly_kit.types import Task, ToolCall, ToolResult
 
 P = ParamSpec("P")
@@ -153,6 +152,8 @@ class Tool(Displayable, InjectedFunction[P, R]):
         Raises:
             ToolSchemaError: if `source` is not such a function. The error message contains the line number.
         """
+        from agentfly_kit.tools.source import parse_source, sandboxed
+
         written = parse_source(source, timeout)
         made = cls(
             sandboxed(written), name=written.name if name is None else name, timeout=timeout + 110,

@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 from agentfly_kit.agent.rollout_io import dump_json
-from agentfly_kit.engines.fleet import Fleet
-from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.trainer.config import GROUP_ESTIMATORS, SEE_TURN_REWARDS
 from agentfly_kit.trainer.rollouts import RolloutSampler
@@ -66,7 +64,7 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
             raise SettingsError("run must be a folder that all processes can access, got None")
         if config.refill:
             raise SettingsError(f"refill must be 0 with several processes, got {config.refill}")
-        if isinstance(agent.engine, Fleet | OpenAIEngine):
+        if agent.engine.remote:
             raise SettingsError(
                 f"each of the {workers.size} processes must have its own engine, such as LocalEngine or VLLMEngine, "
                 f"got {agent.engine!r}; otherwise, every process would send its weights to the same servers"

@@ -7,14 +7,13 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
 from agentfly_kit import advantages
 from agentfly_kit.advantages.outcomes import RowCredit
 from agentfly_kit.advantages.turns import Attribution
-from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.batch.collate import AdvantagePer, TruncationMode
 from agentfly_kit.batch.filters import Filter, is_group_filter
@@ -29,6 +28,9 @@ from agentfly_kit.errors import (
 from agentfly_kit.ppo.config import PPOConfig, check_at_least
 from agentfly_kit.trainer.run_dir import KeepPolicies
 from agentfly_kit.types import Task
+
+if TYPE_CHECKING:
+    from agentfly_kit.agent.branching import Branch
 
 OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl")
 # Outcome estimators that need further inputs. "none" sets all advantages to 0, to train with `teacher_coef` only.
@@ -211,7 +213,10 @@ class TrainConfig(PPOConfig):
             check_accepts("difficulty", self.difficulty, "task")
         for name in ("budget", "group_budget"):
             check_instance(name, getattr(self, name), Budget | None, "an af.Budget, such as af.Budget(tokens=1000)")
-        check_instance("branch", self.branch, Branch | None, "an af.Branch, such as af.Branch(initial=4)")
+        if self.branch is not None:
+            from agentfly_kit.agent.branching import Branch
+
+            check_instance("branch", self.branch, Branch, "an af.Branch, such as af.Branch(initial=4)")
         filters: Any = self.filters
         if not isinstance(filters, list | tuple):
             raise SettingsError(

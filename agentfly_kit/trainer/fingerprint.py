@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentfly_kit import seeds
-from agentfly_kit.agent.branching import Branch
-from agentfly_kit.agent.budget import Budget
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.tasks import canonical_json
@@ -42,7 +40,7 @@ def _as_json(value: Any) -> Any:
         return {"function": _as_json(value.func), "with": filled}
     if isinstance(value, list | tuple):
         return [_as_json(item) for item in value]
-    if isinstance(value, Branch | Budget):
+    if dataclasses.is_dataclass(value) and not callable(value):  # a Branch or a Budget
         return {f.name: _as_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if callable(value):
         function = value if hasattr(value, "__code__") else getattr(value, "function", type(value).__call__)

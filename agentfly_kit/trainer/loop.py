@@ -16,7 +16,7 @@ import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,12 +24,11 @@ from agentfly_kit import losses, seeds
 from agentfly_kit._async.pending_call import Handle, run_in_thread, wait_all
 from agentfly_kit._display import Displayable, explain_interrupt
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.agent.remote import GroupWorkers
+from agentfly_kit.agent.request import GroupWorkers
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import task_list
 from agentfly_kit.batch.batch import drop_counts
-from agentfly_kit.diagnosis import Findings, diagnose
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import (
     AgentFlyError,
@@ -55,6 +54,9 @@ from agentfly_kit.trainer.run_dir import Run, last_success
 from agentfly_kit.trainer.step import TrainStep, make_record, warn_about_step
 from agentfly_kit.trainer.tracking import TrackerSet
 from agentfly_kit.types import Task
+
+if TYPE_CHECKING:
+    from agentfly_kit.diagnosis import Findings
 
 
 @checks_keywords
@@ -247,6 +249,8 @@ class TrainRun(Handle["TrainRun"], Displayable):
 
     def diagnose(self) -> Findings:
         """Apply `af.diagnose` to the last step and all records, to find reasons why the policy does not learn."""
+        from agentfly_kit.diagnosis import diagnose
+
         if self._latest is None:
             return self.run.diagnose()
         rollout, stats = self._latest

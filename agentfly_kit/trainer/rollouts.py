@@ -16,7 +16,7 @@ import torch
 from agentfly_kit import seeds
 from agentfly_kit._async.pending_call import run_in_thread
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.agent.remote import GroupWorkers, RolloutRequest
+from agentfly_kit.agent.request import GroupWorkers, RolloutRequest
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.batch.filters import drop_reasons

@@ -19,7 +19,7 @@ import shutil
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -27,9 +27,11 @@ from agentfly_kit._async.listeners import Listeners
 from agentfly_kit._display import Displayable, shorten
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.rollout_io import atomic_write, dump_json
-from agentfly_kit.diagnosis import Findings, diagnose
 from agentfly_kit.errors import RunError, RunMismatch
 from agentfly_kit.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from agentfly_kit.diagnosis import Findings
 
 try:
     import fcntl
@@ -338,6 +340,8 @@ class Run(Displayable):
 
     def diagnose(self) -> Findings:
         """Apply `af.diagnose` to the records and the last saved rollout, to find why the policy does not learn."""
+        from agentfly_kit.diagnosis import diagnose
+
         last = self.rollout_path(f"step-{len(self.records):05d}")
         return diagnose(Rollout.load(last) if last.exists() else None, records=self.records)
 

@@ -9,7 +9,7 @@ from test_agent import ODD, TASK, numbered
 from test_harness import harnessed, solve
 
 import agentfly_kit as af
-from agentfly_kit.engines.openai import TextChat
+from agentfly_kit.chat.text_chat import TextChat
 from agentfly_kit.errors import AlignmentError, ChatTemplateError, RewardError, RunError, SettingsError, TaskError
 
 STRING = "must be Task objects, got the string 'What is 2+3?'; af.tasks_from"

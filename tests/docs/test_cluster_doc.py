@@ -6,7 +6,7 @@ import re
 import paths
 
 import agentfly_kit as af
-from agentfly_kit.engines.openai import SERVE_COMMAND
+from agentfly_kit.engines.http import SERVE_COMMAND
 
 TEXT = (paths.ROOT / "docs" / "cluster.md").read_text(encoding="utf-8")
 

@@ -66,7 +66,7 @@ async def test_trajectories_can_be_pickled_although_their_pools_cannot() -> None
 def test_a_pickled_openai_engine_keeps_its_settings() -> None:
     engine = af.OpenAIEngine("http://127.0.0.1:1/v1", "m", "key", retries=7)
     copy = sent(af.Agent(engine, chat=engine.chat)).engine
-    assert (copy.base_url, copy.model, copy.retries, copy._key) == (engine.base_url, "m", 7, "key")
+    assert (copy.base_url, copy.model, copy.http._retries, copy.http._key) == (engine.base_url, "m", 7, "key")
 
 
 async def test_a_pickled_fleet_keeps_the_states_of_its_engines() -> None:

@@ -214,7 +214,7 @@ async def test_cancelled_at_any_await_leaves_nothing_on_the_server(count: int):
 CELL = """
 import asyncio, os
 from agentfly_kit.pool.pool import Pool
-from agentfly_kit.sandboxes import PythonSandbox
+from agentfly_kit.sandboxes.python import PythonSandbox
 async with PythonSandbox(isolation={level!r}):  # opens files that a process keeps
     await asyncio.to_thread(int)
 files = len(os.listdir("/proc/self/fd"))

@@ -15,7 +15,7 @@ from test_sandbox_python import nothing_left  # noqa: F401  (nothing_left is a f
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.sandboxes import Grade
+from agentfly_kit.sandboxes.grader import Grade
 
 SECRET = "the answer is 8431907"
 ADD = "def add(a, b):\n    return a + b\n"

@@ -638,7 +638,7 @@ USER = """
 import asyncio, os, sys
 sys.path.insert(0, sys.argv[1])
 from agentfly_kit.errors import SandboxError
-from agentfly_kit.sandboxes import PythonSandbox
+from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.sandboxes import sandbox as limits
 from agentfly_kit.sandboxes.host import isolation
 limits.CONTROL_SECONDS = 300  # and no call has a shorter limit, since the machine may be slow

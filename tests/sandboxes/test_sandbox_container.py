@@ -310,7 +310,8 @@ async def test_no_engine_no_image_no_python(engine: Podman, monkeypatch: pytest.
 
 KERNEL = """
 import asyncio, os, sys
-from agentfly_kit.sandboxes import Container, PythonSandbox
+from agentfly_kit.sandboxes.host.container import Container
+from agentfly_kit.sandboxes.python import PythonSandbox
 async def main():
     sandboxes = [PythonSandbox(isolation=Container(sys.argv[1], engine=sys.argv[2])) for _ in range(2)]
     for sandbox in sandboxes:
@@ -345,7 +346,7 @@ def test_python_that_ends_without_closing_leaves_nothing(engine: Podman):
 def test_unstarted_containers_of_a_killed_process_are_removed(engine: Podman):
     """A container that was created but not started does not exit by itself; the next process removes it."""
     code = (
-        "import sys\nfrom agentfly_kit.sandboxes import Container\n"
+        "import sys\nfrom agentfly_kit.sandboxes.host.container import Container\n"
         "from agentfly_kit.sandboxes.host import container as c\n"
         "from agentfly_kit.sandboxes.host.limits "
         "import Limits\nwith c._client(sys.argv[2]) as api:\n    api.create_container_from_config(c._config(api, "

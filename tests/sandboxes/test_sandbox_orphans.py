@@ -16,7 +16,7 @@ from agentfly_kit.sandboxes.host import isolation, limits, reaper
 
 HOST = """
 import asyncio, sys
-from agentfly_kit.sandboxes import PythonSandbox
+from agentfly_kit.sandboxes.python import PythonSandbox
 
 async def main():
     sandbox = PythonSandbox(isolation=sys.argv[1])

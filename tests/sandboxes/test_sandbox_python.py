@@ -436,7 +436,7 @@ def test_successive_event_loops(level: str):
 SCRIPT = """
 import asyncio, os, sys
 from agentfly_kit.pool.pool import Pool
-from agentfly_kit.sandboxes import PythonSandbox
+from agentfly_kit.sandboxes.python import PythonSandbox
 pool = Pool(PythonSandbox, size=2, min_idle=2, isolation=sys.argv[1])
 async def main():
     lease = await pool.acquire()

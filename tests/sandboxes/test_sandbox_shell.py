@@ -13,7 +13,7 @@ from test_sandbox_python import nothing_left, zygotes  # noqa: F401  (nothing_le
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.sandboxes import ShellResult
+from agentfly_kit.sandboxes.shell import ShellResult
 
 LONG = 90_000_000 + os.getpid()
 """A duration of `sleep` that no other test run on this machine uses."""

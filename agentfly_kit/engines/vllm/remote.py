@@ -8,14 +8,17 @@ import ipaddress
 import secrets
 import socket
 from collections.abc import Awaitable, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
-from agentfly_kit.engines.openai import SERVE_COMMAND, OpenAIEngine, Refused
+from agentfly_kit.engines.http import SERVE_COMMAND, Refused
 from agentfly_kit.engines.vllm.buffers import TensorSlice
 from agentfly_kit.engines.vllm.weight_transfer import CHUNK, Delivery, check_architecture
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
+
+if TYPE_CHECKING:
+    from agentfly_kit.engines.openai import OpenAIEngine
 
 
 async def update_servers(policy: Policy, engines: Sequence[OpenAIEngine]) -> list[EngineError | None]:
@@ -139,7 +142,8 @@ class _Server:
             await self._request("/update_weight_version", {"new_version": self.engine._label})
         except Refused:  # older versions of vLLM have no labels
             self.engine._label = ""
-        self.engine._version, self.engine._update_failure, self.engine._disconnected = version, "", False
+        self.engine._version, self.engine._update_failure = version, ""
+        self.engine.http.disconnected = False
         self._finished = True
 
     async def resume(self) -> None:

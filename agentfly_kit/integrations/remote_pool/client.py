@@ -33,7 +33,7 @@ from ..._async.threads import Worker
 from ...errors import LeaseRevoked, PoolClosed, RemotePoolError, SettingsError
 from ...pool.base import BasePool, Lease
 from ...pool.records import PoolEvent, PoolSnapshot
-from ...sandboxes import PythonSandbox
+from ...sandboxes.python import PythonSandbox
 from . import wire
 
 S = TypeVar("S")

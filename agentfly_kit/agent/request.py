@@ -1,13 +1,12 @@
-"""Interface for running the groups of a rollout in other processes, implemented by `af.ray.workers`."""
+"""`RolloutRequest`, the arguments of a rollout, and the interface of processes that run its groups."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from agentfly_kit.agent.branching import Branch
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.agent.progress import ChainKey, RolloutEvent
 from agentfly_kit.agent.rollout import Rollout
@@ -15,6 +14,9 @@ from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import is_long
 from agentfly_kit.errors import SettingsError, check_count, check_instance
 from agentfly_kit.types import Task
+
+if TYPE_CHECKING:
+    from agentfly_kit.agent.branching import Branch
 
 
 @dataclass(frozen=True)
@@ -96,8 +98,10 @@ class RolloutRequest:
                     f"{self.budget}; use group_budget=, because all chains of a group run in one worker"
                 )
             workers.check(agent)
-        check_instance("branch", self.branch, Branch | None, "an af.Branch, such as af.Branch(initial=4)")
         if self.branch is not None:
+            from agentfly_kit.agent.branching import Branch
+
+            check_instance("branch", self.branch, Branch, "an af.Branch, such as af.Branch(initial=4)")
             self.branch.groups_at_once(agent, self.group_size, self.max_concurrency)  # checks the agent
         agent.check_tasks(self.tasks)
         if agent.exact and not is_long(agent.opening(self.tasks[0])):
