@@ -137,6 +137,9 @@ class AgentSettings(Displayable):
             raise SettingsError(f"engine must be an engine such as af.LocalEngine(policy), got {self.engine!r}")
         if not isinstance(self.chat, Chat):
             raise SettingsError(f"chat must be a Chat such as policy.chat or af.Chat(tokenizer), got {self.chat!r}")
+        policy = getattr(self.engine, "policy", None)  # of a LocalEngine
+        if policy is not None and (not self.chat.tokenizer or policy.chat.vocabulary != self.chat.vocabulary):
+            raise SettingsError("chat must have the tokenizer of the engine's policy, such as chat=policy.chat")
         if not isinstance(self.sampling, Sampling):
             raise SettingsError(f"sampling must be an af.Sampling, got {self.sampling!r}")
         for name in ("max_turns", "max_invalid_calls", "max_nudges"):

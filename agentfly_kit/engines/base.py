@@ -86,7 +86,7 @@ class Engine(Displayable, ABC):
 
 def check_scorer(scorer: Chat, max_length: int, chat: Chat, needed: int) -> None:
     """Raise SettingsError if the teacher's vocabulary is not that of `chat` or its context is shorter than `needed`."""
-    if scorer.tokenizer.get_vocab() != chat.tokenizer.get_vocab():
+    if scorer.vocabulary != chat.vocabulary:
         raise SettingsError(
             f"teacher must have the vocabulary of the policy, whose token ids it scores, got a different "
             f"vocabulary of {len(scorer.tokenizer)} tokens; the policy has {len(chat.tokenizer)}"
