@@ -360,7 +360,7 @@ class View(anywidget.AnyWidget):
             return
         loop = self._loop
         if loop is None or loop.is_closed():
-            self._notice = f"{name}: no event loop runs where this view was made; make it in a notebook's cell"
+            self._notice = f"{name}: no event loop was running when this view was made; make it in a notebook cell"
             return
         loop.call_soon_threadsafe(self._run_handler, getattr(self, f"_do_{name}"), value, click)
 

@@ -47,7 +47,7 @@ def code(chain: Any) -> str:
             task = "task"
         lines.append(f"chain = {name}.chain({task})")
     if any(turn.kind == "action" for turn in path) and not agent.engine.reproducible:
-        lines.insert(0, "# this engine does not promise the same sample twice")
+        lines.insert(0, "# this engine does not guarantee the same samples")
     # Each fork has its own seeds, so the first action sampled with a fork's seed shows where the fork was made.
     places = _places(chain)
     at, index = 0, sum(1 for turn in path[:first] if turn.kind in ("action", "forced") and turn.messages)

@@ -31,7 +31,7 @@ def cell_of(id: str, trajectory: Any, source: str, agent: Any) -> str:
     return "\n".join((
         f"trajectory = {name or f'next(t for t in {source} if t.id == {id!r})'}",
         "print(trajectory.explain())",
-        f"chain = {who}.chain(trajectory)  # with its turns; chain.rewind(to=2) goes back, chain.step() on",
+        f"chain = {who}.chain(trajectory)  # with its turns; chain.rewind(to=2) goes back, chain.step() continues",
     ))  # fmt: skip
 
 

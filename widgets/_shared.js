@@ -186,7 +186,7 @@ export function mount({ model, el }, { label, build }) {
     if (!clicks.size) waiting.textContent = "";
   }
   function dead(what = "restarted") {
-    stale.textContent = `kernel ${what}: this view shows what was last sent. Run its cell again.`;
+    stale.textContent = `kernel ${what}: this view shows the last state that was sent. Run its cell again.`;
     stale.hidden = false;
     [...clicks.keys()].forEach(answered);
     for (const f of losses) f();
@@ -438,8 +438,8 @@ export function chainBar(context, model, host, back) {
   const name = h("bdi", {});
   const button = (text, title, what) => h("button", { type: "button", class: "afk-small", title, onclick: () => context.ask(what) }, text);
   const stepper = button("Stepper", "", "chain_stepper");
-  const bar = h("div", { class: "afk-bar", role: "group", "aria-label": "The picked chain" }, h("b", {}, name), h("span", { class: "afk-soft" }, "→ view.selection"),
-    button("Tokens", "Its tokens with all their numbers", "chain_tokens"), stepper, button("As Python", "Python code that loads this trajectory and continues from it", "chain_code"),
+  const bar = h("div", { class: "afk-bar", role: "group", "aria-label": "Selected chain" }, h("b", {}, name), h("span", { class: "afk-soft" }, "→ view.selection"),
+    button("Tokens", "Show the tokens with all their values", "chain_tokens"), stepper, button("As Python", "Python code that loads this trajectory and continues from it", "chain_code"),
     h("span", { class: "afk-grow" }), h("button", { type: "button", class: "afk-small", onclick: () => { context.ask("chain_leave"); back.focus(); } }, "Close"));
   const code = h("div", {});
   const below = h("div", { class: "afk-child" });

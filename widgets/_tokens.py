@@ -53,14 +53,14 @@ class Signal:
 SIGNALS = {
     signal.name: signal
     for signal in (
-        Signal("logprob", "logprob", "down", "nats", telling="low", says="of the sampler, when the token was made"),
+        Signal("logprob", "logprob", "down", "nats", telling="low", says="of the sampler, when the token was sampled"),
         Signal("entropy", "entropy", unit="nats", says="of the distribution that the token was sampled from"),
-        Signal("advantage", "advantage", "around", telling="far", says="what the step was told about the token"),
+        Signal("advantage", "advantage", "around", telling="far", says="given to the step for this token"),
         Signal("reward", "reward", "around", telling="far", says="credited to this token"),
         Signal("return", "return", "around", telling="far"),
         Signal("value", "value", "around", telling="far", says="of the value head"),
         Signal("ratio", "ratio", "around", middle=1.0, telling="far", says="probability after / at sampling"),
-        Signal("clipped", "clipped", "flag", says="the clip binds: this token gives no gradient"),
+        Signal("clipped", "clipped", "flag", says="clipped: no gradient from this token"),
         Signal("kl_reference", "KL to reference", unit="nats", says="k3"),
         Signal(
             "sampler_gap", "sampler gap", "around", unit="nats", telling="far", says="trainer logprob − sampler logprob"

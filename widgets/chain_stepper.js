@@ -37,7 +37,7 @@ export default {
         const status = h("span", { class: "afk-soft afk-num", role: "status" });
         const tabs = h("span", { class: "afk-tabs", role: "group", "aria-label": "Chains" });
         const codeButton = button("As code", "", "Python code that repeats these steps", () => context.ask("code"));
-        const tokensButton = button("Tokens", "", "Show its tokens with all their numbers below", () => context.ask("tokens"));
+        const tokensButton = button("Tokens", "", "Show the tokens with all their values below", () => context.ask("tokens"));
         const below = belowBox(context, model, host, "its tokens, as they were when this was opened", () => tokensButton.focus());
         const result = h("div", { class: "afk-result" });
         const turns = h("div", { class: "afk-turns", tabindex: "0", role: "log", "aria-label": "Turns of the chain" });
@@ -47,19 +47,19 @@ export default {
         const side = h("div", { class: "afk-side" }, h("div", { class: "afk-sidehead" }, h("label", {}, toggle, "next token"), barsTitle), bars);
 
         const act = {
-          sample: button("Sample", "s", "Sample one action; each sample at the same turn is another one", () => context.ask("sample", false), "sample"),
+          sample: button("Sample", "s", "Sample one action. Sampling again at the same turn draws another one", () => context.ask("sample", false), "sample"),
           again: button("Another sample", "a", "Replace the last action with another sample", () => context.ask("again"), "again"),
           greedy: button("Greedy", "g", "Take the most probable token at each position", () => context.ask("sample", true), "sample"),
           act: button("Run the tools", "r", "Run the tool calls of the last action", () => context.ask("act"), "act"),
           run: button("Run to the end", "e", "Sample actions and run their tools until the chain ends", () => context.ask("run"), "run"),
-          undo: button("Undo", "u", "Back by one turn; after scoring, undo the scoring", () => context.ask("rewind", null), "rewind"),
+          undo: button("Undo", "u", "Go back one turn or, after scoring, undo the scoring", () => context.ask("rewind", null), "rewind"),
           fork: button("Fork", "k", "Continue from here in a second chain", () => context.ask("fork"), "fork"),
           finish: button("Score", "f", "Score the ended chain and release its sandbox", () => context.ask("finish"), "finish"),
           cancel: button("Cancel", "Esc", "Cancel the running operation", () => context.ask("cancel"), "cancel"),
         };
         const howMany = h("input", { type: "number", min: "1", max: "1000", value: "16", "aria-label": "Number of samples", class: "afk-samplecount" });
         const toEnd = h("input", { type: "checkbox" });
-        const drawMany = button("Draw samples", "", "Draw this many independent samples of the next action; the chain stays as it is",
+        const drawMany = button("Draw samples", "", "Draw this many independent samples of the next action; the chain does not change",
           () => context.ask("samples", { n: Number(howMany.value) || 0, to_end: toEnd.checked }), "samples");
         // The buttons come first and are disabled rather than hidden, so that they never move.
         const bar = h("div", { class: "afk-tools", role: "toolbar", "aria-label": "Steps" },
@@ -70,7 +70,7 @@ export default {
         const words = h("textarea", { rows: 2, spellcheck: "false" });
         const wordsLabel = h("span", {});
         const write = button("", "", "Same as Ctrl+Enter in the text box", () => send(true));
-        const leave = button("Write, and let the policy continue", "", "The text is the beginning of the action; the policy writes the rest", () => send(false));
+        const leave = button("Write and let the policy continue", "", "The text is the beginning of the action; the policy writes the rest", () => send(false));
         const again = button("Keep the result", "", "Stop editing", () => { editing = false; words.value = ""; draw(); });
         const box = h("div", { class: "afk-composer" }, h("label", { class: "afk-block" }, wordsLabel, words), h("div", { class: "afk-row2" }, write, leave, again));
         const codeHolder = h("div", {});
@@ -117,8 +117,8 @@ export default {
           if (t.reward !== null) facts.push(`reward ${t.reward}`);
           if (t.seconds > 0) facts.push(brief(t.seconds));
           if (t.stop && t.stop !== "stop") facts.push(`ended by ${t.stop}`);
-          if (t.open) facts.push("open: the policy goes on");
-          const back = h("button", { type: "button", class: "afk-small", title: "Rewind to the end of this turn", "aria-label": `Go back to turn ${i}`, onclick: () => context.ask("rewind", i) }, "↶ to here");
+          if (t.open) facts.push("unfinished: the policy continues");
+          const back = h("button", { type: "button", class: "afk-small", title: "Rewind to the end of this turn", "aria-label": `Go back to turn ${i}`, onclick: () => context.ask("rewind", i) }, "↶ rewind");
           const edit = t.kind === "observation" && t.calls.length
             ? h("button", { type: "button", class: "afk-small afk-edit", title: "Replace the result", "aria-label": `Edit the result of turn ${i}`, onclick: () => startEdit(t) }, "Edit") : null;
           return h("div", { class: `afk-turn2 afk-${LETTER[t.kind] ? t.kind : "prompt"}` },
@@ -170,7 +170,7 @@ export default {
               const fill = h("span", { class: "afk-fill", "aria-hidden": "true" });
               fill.style.width = `${100 * d.probabilities[i]}%`;
               bars.append(h("button", {
-                type: "button", class: "afk-next", title: `Write token ${id}${d.stops[i] ? ", which ends the action" : " and let the policy go on"}`,
+                type: "button", class: "afk-next", title: `Write token ${id}${d.stops[i] ? ", which ends the action" : " and let the policy continue"}`,
                 onclick: () => context.ask("force", { ids: [id], end: d.stops[i] }),
               }, fill, h("code", {}, h("bdi", {}, d.texts[i])), h("span", { class: "afk-num" }, percent(d.probabilities[i]))));
             });
@@ -250,8 +250,8 @@ export default {
           mode = composer(can);
           const use = editing ? "edit" : mode;
           const pending = can.act;
-          put(wordsLabel, { force: "Write for the model (mask 0)", edit: "Another result instead of the one above", observe: pending ? "Or write the result of the calls yourself" : "Answer as the user and continue" }[use] ?? "Nothing to write now");
-          put(write, { force: "Write it", edit: "Replace the result", observe: pending ? "Use as the result" : "Answer" }[use] ?? "Write it");
+          put(wordsLabel, { force: "Write an action for the model (mask 0)", edit: "Replacement for the result above", observe: pending ? "Or write the result of the calls" : "Answer as the user and continue" }[use] ?? "Nothing can be written now");
+          put(write, { force: "Write it", edit: "Replace the result", observe: pending ? "Use as result" : "Answer" }[use] ?? "Write it");
           words.disabled = write.disabled = use === null;
           leave.disabled = use !== "force";
           again.disabled = use !== "edit";

@@ -96,9 +96,9 @@ export default {
         const stripTitle = h("div", { class: "afk-soft afk-stripnote" }, h("span", {}, "60 s ago"), h("span", { class: "afk-stripkey" }, ...BANDS.map((name) => h("span", {}, h("i", { class: `afk-s-${name}`, "aria-hidden": "true" }), name)), h("span", {}, "as shares of the size")), h("span", {}, "now"));
         const table = h("div", { class: "afk-owners", tabindex: "0", role: "region" });
         const pick = h("select", { "aria-label": "Sandbox to act on" });
-        const act = (name, text, title) => h("button", { type: "button", class: "afk-small", title, onclick: () => { context.ask(name, chosen()); put(done, name === "take" ? "asked for a sandbox" : `asked: ${text.toLowerCase()} #${chosen()}`); } }, text);
+        const act = (name, text, title) => h("button", { type: "button", class: "afk-small", title, onclick: () => { context.ask(name, chosen()); put(done, name === "take" ? "requested a sandbox" : `requested: ${text.toLowerCase()} #${chosen()}`); } }, text);
         const does = {
-          take: act("take", "Take", "Lease a sandbox; the next cell finds it in view.held. In a pool of several sandboxes, one always stays available to chains"),
+          take: act("take", "Take", "Lease a sandbox, which is then in view.held. In a pool of several sandboxes, at least one stays available to chains"),
           give_back: act("give_back", "Release", "Release the sandbox leased here"),
           reset: act("reset", "Reset", "Recycle the sandbox. A chain that holds it loses it and is not scored"),
           close: act("close", "Close", "Destroy and replace the sandbox. A chain that holds it loses it and is not scored"),
@@ -106,7 +106,7 @@ export default {
         const done = h("span", { class: "afk-soft", role: "status" });
         const hands = h("div", { class: "afk-hands", role: "group", "aria-label": "By hand" }, h("span", {}, "By hand:"), does.take, pick, does.reset, does.close, does.give_back, done);
         const tabs = Object.fromEntries(["sandboxes", "owners", "events"].map((name) => [name, h("button", { type: "button", onclick: () => { context.put("_tab", name); mode(); } }, name[0].toUpperCase() + name.slice(1))]));
-        root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-grow" }), h("span", { role: "group", "aria-label": "What to list" }, ...Object.values(tabs).flatMap((tab) => [tab, " "]))),
+        root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-grow" }), h("span", { role: "group", "aria-label": "Table shown" }, ...Object.values(tabs).flatMap((tab) => [tab, " "]))),
           note, h("div", { class: "afk-bar afk-sub" }, counts), grid, table, pickedBar, hands, codeHolder, queue, strip, stripTitle);
         function mode() {
           const tab = model.get("_tab");
@@ -125,7 +125,7 @@ export default {
         }
         const since = () => (performance.now() - sentAt) / 1000;
         function drawOwners(state) {
-          const held = (ids) => h("button", { type: "button", class: "afk-link", title: "Select what it holds", onclick: () => choose(ids) }, ids.map((id) => `#${id}`).join(" "));
+          const held = (ids) => h("button", { type: "button", class: "afk-link", title: "Select the sandboxes of this owner", onclick: () => choose(ids) }, ids.map((id) => `#${id}`).join(" "));
           drawTable(["owner", "holds", "for", "turn", "how"], ["for", "turn"], owners(state).map((r) => [h("bdi", {}, r.owner), held(r.ids), r.age === null ? "" : duration(r.age + since()), r.turns.join(" "),
             r.hands.length ? h("span", { class: "afk-hand" }, r.hands[0]) : "chain or code"]), "Nothing is leased.");
         }
@@ -285,7 +285,7 @@ export default {
             put(parts.hand, t.hand);
             parts.hand.hidden = !t.hand;
             put(parts.turn, t.turn !== null ? (/^\d/.test(t.turn) ? `turn ${t.turn}` : t.turn) : t.id !== null && t.owner === null ? plural(t.uses, "lease") : "");
-            parts.box.title = t.id === null ? "no sandbox was started here yet" : `sandbox ${t.id}: ${t.name}${t.owner ? `, held by ${t.owner}${t.hand ? ` (${t.hand})` : ""}` : ""}, ${plural(t.uses, "lease")} so far`;
+            parts.box.title = t.id === null ? "no sandbox has been started here" : `sandbox ${t.id}: ${t.name}${t.owner ? `, held by ${t.owner}${t.hand ? ` (${t.hand})` : ""}` : ""}, ${plural(t.uses, "lease")} so far`;
             const next = last ? last.nextSibling : grid.firstChild;
             if (next !== parts.box) grid.insertBefore(parts.box, next);
             last = parts.box;
@@ -300,7 +300,7 @@ export default {
           queue.hidden = state.closed;
           waits = shown.map(([, seconds]) => ({ seconds, node: h("span", { class: "afk-soft afk-num" }) }));
           queue.replaceChildren(
-            h("b", {}, state.counts.waiting ? `${state.counts.waiting} waiting, served in this order: ` : "nobody waits"),
+            h("b", {}, state.counts.waiting ? `${state.counts.waiting} waiting, served in this order: ` : "no requests are waiting"),
             ...shown.map(([owner], i) => h("span", { class: "afk-waiter", title: owner }, h("span", {}, `${i + 1} `), h("bdi", {}, owner), waits[i].node)),
             rest > 0 ? ` and ${rest} more` : "");
           drawSelected();

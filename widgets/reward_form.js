@@ -27,16 +27,16 @@ export default {
         const numbers = h("div", { class: "afk-scores afk-num" });
         const chart = h("table", { class: "afk-tally afk-num" });
         const errors = h("div", {});
-        const filter = h("select", { "aria-label": "Which trajectories" });
+        const filter = h("select", { "aria-label": "Trajectories shown" });
         const table = h("table", { class: "afk-flips" });
         const scroll = h("div", { class: "afk-flipbox", tabindex: "0", role: "region", "aria-label": "Trajectories by change" }, table);
-        const detail = h("div", { class: "afk-card", role: "region", "aria-label": "The picked trajectory", "aria-live": "polite" });
+        const detail = h("div", { class: "afk-card", role: "region", "aria-label": "Selected trajectory", "aria-live": "polite" });
         const source = h("pre", { class: "afk-code", tabindex: "0" });
         root.append(
           h("div", { class: "afk-bar" }, title, say, h("span", { class: "afk-grow" }), again, cancel),
           numbers, chart, errors,
           h("div", { class: "afk-bar afk-foot" }, h("label", {}, "Show ", filter), h("span", { class: "afk-soft" }, "Run the cell of the reward again to update the scores.")),
-          scroll, detail, chainBar(context, model, host, scroll), h("details", { class: "afk-about" }, h("summary", {}, "the reward that is scored"), source));
+          scroll, detail, chainBar(context, model, host, scroll), h("details", { class: "afk-about" }, h("summary", {}, "source of the reward"), source));
         let drawnFilter = "";
 
         function draw() {
@@ -45,7 +45,7 @@ export default {
           title.textContent = x.name;
           source.textContent = x.source;
           const pair = (name, key) => h("span", { title: key === "success" ? x.hint : null }, h("span", { class: "afk-soft" }, name), " ", h("b", {}, x.old[key]), x.scored ? " → " : null, x.scored ? h("b", { class: "afk-now2" }, x.new[key]) : null,
-            x.scored && x.last[key] !== undefined && x.last[key] !== x.new[key] ? h("span", { class: "afk-soft" }, ` (last time ${x.last[key]})`) : null);
+            x.scored && x.last[key] !== undefined && x.last[key] !== x.new[key] ? h("span", { class: "afk-soft" }, ` (previously ${x.last[key]})`) : null);
           numbers.replaceChildren(h("span", { class: "afk-soft" }, `${x.n.toLocaleString("en-US")} ${x.n === 1 ? "trajectory" : "trajectories"}`), pair("mean reward", "mean"), pair("success", "success"), pair("unscored", "unscored"));
           const sizes = widths(x.bars);
           chart.replaceChildren(
@@ -62,7 +62,7 @@ export default {
           errors.replaceChildren(...x.errors.map(([text, n]) => h("div", { class: "afk-notice" }, `${plural(n, "chain")} unscored: ${text}`)));
           const was = filter.value || "changed";
           const changed = x.tally.reduce((sum, [k, , n]) => sum + (k === "same" ? 0 : n), 0);
-          filter.replaceChildren(h("option", { value: "changed" }, `what changed (${changed})`), ...x.tally.map(([k, words, n]) => h("option", { value: k }, `${words} (${n})`)), h("option", { value: "all" }, `all (${x.n})`));
+          filter.replaceChildren(h("option", { value: "changed" }, `changed (${changed})`), ...x.tally.map(([k, words, n]) => h("option", { value: k }, `${words} (${n})`)), h("option", { value: "all" }, `all (${x.n})`));
           filter.value = was;
           drawRows();
         }
@@ -76,7 +76,7 @@ export default {
             h("thead", {}, h("tr", {}, ...["change", "reward", "trajectory", "question", "final"].map((t) => h("th", { scope: "col" }, t)))),
             h("tbody", {}, ...rows.map(([id, label, task, a, b, k, final]) => h("tr", { class: id === picked ? "afk-on" : null },
               h("td", { class: `afk-k-${k}` }, words[k]), h("td", { class: "afk-num" }, `${a} → ${b}`),
-              h("td", {}, h("button", { type: "button", class: "afk-link", title: "Show why", onclick: () => context.ask("look", id) }, h("bdi", { title: id }, label.slice(x.prefix ?? 0)))),
+              h("td", {}, h("button", { type: "button", class: "afk-link", title: "Show details", onclick: () => context.ask("look", id) }, h("bdi", { title: id }, label.slice(x.prefix ?? 0)))),
               h("td", { dir: "auto" }, ...marks(task)), h("td", { dir: "auto", class: "afk-code" }, ...marks(final))))),
             rows.length < total || !rows.length ? h("caption", { class: "afk-soft" }, !x.scored ? (model.get("busy") ? "The scores are being computed." : "Not scored yet.") : rows.length ? `the first ${rows.length} of ${total}; form.to_frame() has all` : filter.value === "changed" ? "Nothing changed." : "None.") : "");
           drawnFilter = filter.value;
@@ -87,7 +87,7 @@ export default {
           if (detail.hidden) return;
           const line = (name, text, mono) => h("div", { class: "afk-pair" }, h("span", { class: "afk-soft" }, name), h("span", { dir: "auto", class: mono ? "afk-code" : null }, ...marks(text)));
           detail.replaceChildren(h("div", { class: "afk-cardhead" }, h("b", {}, h("bdi", {}, x.id)), h("span", { class: "afk-soft" }, "→ form.picked")),
-            line("question", x.task), x.fields ? line("task", x.fields, true) : "", line("final", x.final ?? "(it never answered)", true), line("recorded", x.old), x.new ? line("now", x.new) : "",
+            line("question", x.task), x.fields ? line("task", x.fields, true) : "", line("final", x.final ?? "(no answer)", true), line("recorded", x.old), x.new ? line("now", x.new) : "",
             x.traceback ? h("details", {}, h("summary", {}, "traceback"), h("pre", { class: "afk-code", tabindex: "0" }, x.traceback)) : "");
           drawRows();
         }

@@ -134,7 +134,7 @@ export default {
         const jump = h("button", { type: "button", title: "Go to the most notable token of this signal, then the next (key: n)" }, "Most notable ▸");
         // Two signals that matter in every step, whichever one is shown.
         const seek = [["clipped", "Next clipped", "c"], ["ratio", "Largest |ratio − 1|", "r"]].filter(([name]) => signals[name])
-          .map(([name, text, key]) => ({ name, key, order: null, place: -1, button: h("button", { type: "button", title: `Whatever signal is shown (key: ${key})` }, text) }));
+          .map(([name, text, key]) => ({ name, key, order: null, place: -1, button: h("button", { type: "button", title: `For any signal (key: ${key})` }, text) }));
         const go = h("select", { "aria-label": "Go to turn", class: "afk-goto" }, h("option", { value: "" }, "Go to turn …"));
         const chosen = h("span", { class: "afk-soft afk-num", role: "status" });
         const clear = h("button", { type: "button", title: "Select nothing (key: Escape)" }, "Clear");
@@ -227,7 +227,7 @@ export default {
           const fragment = document.createDocumentFragment();
           for (let i = first; i < last; i++) {
             const [text, flags] = about.vocabulary[data.piece[i]];
-            if (fork !== null && fork > 0 && i === starts[row] + fork) fragment.append(h("span", { class: "afk-fork" }, "⑂ they part here"));
+            if (fork !== null && fork > 0 && i === starts[row] + fork) fragment.append(h("span", { class: "afk-fork" }, "⑂ first difference"));
             const token = document.createElement("span");
             token.className = "afk-tok";
             token.i = i;

@@ -149,7 +149,7 @@ class TokenView(View):
         if spans:
             lines.append("view.selection.to_frame()")
             lines.append(f"one = next(t for t in view.trajectories if t.id == {spans[0].trajectory!r})")
-            lines.append("chain = agent.chain(one)  # with its turns; w.ChainStepper(chain) goes on by hand")
+            lines.append("chain = agent.chain(one)  # with its turns; w.ChainStepper(chain) continues by hand")
         else:
             lines.append("view")
         return "\n".join(lines)

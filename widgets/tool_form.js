@@ -98,7 +98,7 @@ export default {
           if (kind === "variants") {
             const variants = schema.anyOf ?? schema.oneOf;
             const host = h("div", { class: "afk-inner" });
-            const select = h("select", { "aria-label": `${label}: which type` }, ...variants.map((v, i) => h("option", { value: i }, typeName(v))));
+            const select = h("select", { "aria-label": `Type of ${label}` }, ...variants.map((v, i) => h("option", { value: i }, typeName(v))));
             let inner = null;
             function pick(i) {
               select.value = String(i);
@@ -128,7 +128,7 @@ export default {
             const row = h("li", {}, inner.el);
             const entry = { inner, row };
             if (!fixed) {
-              row.append(h("button", { type: "button", title: "Take it out", "aria-label": `Take item ${items.length + 1} out of ${label}`, onclick() {
+              row.append(h("button", { type: "button", title: "Remove", "aria-label": `Remove item ${items.length + 1} of ${label}`, onclick() {
                 items = items.filter((x) => x !== entry);
                 row.remove();
                 edited();
@@ -181,7 +181,7 @@ export default {
           });
           const extra = h("div", { class: "afk-soft" });
           return {
-            el: h("div", { class: outer ? "afk-fields" : "afk-fields afk-nested", role: outer ? null : "group", "aria-label": outer ? null : label }, ...rows.map((r) => r.row), rows.length ? null : h("div", { class: "afk-soft" }, "It takes no arguments."), extra),
+            el: h("div", { class: outer ? "afk-fields" : "afk-fields afk-nested", role: outer ? null : "group", "aria-label": outer ? null : label }, ...rows.map((r) => r.row), rows.length ? null : h("div", { class: "afk-soft" }, "No arguments."), extra),
             text: () => objectText(rows.map((r) => [r.name, r.given && !r.given.checked ? null : r.inner.text()])),
             set(value) {
               const object = value && typeof value === "object" && !Array.isArray(value) ? value : {};
@@ -192,7 +192,7 @@ export default {
                 r.show();
               }
               const unknown = Object.keys(object).filter((k) => !rows.some((r) => r.name === k));
-              extra.textContent = unknown.length ? `not in the schema, and not sent from these fields: ${unknown.join(", ")}` : "";
+              extra.textContent = unknown.length ? `not in the schema, and not sent: ${unknown.join(", ")}` : "";
             },
           };
         }
@@ -205,19 +205,19 @@ export default {
         const call = h("button", { type: "button", class: "afk-go", title: "Call the tool (Ctrl+Enter)" }, "Call");
         const cancel = h("button", { type: "button", hidden: true }, "Cancel");
         const running = h("span", { class: "afk-soft", role: "status" });
-        const inChain = h("button", { type: "button", hidden: !about.agent, title: "A chain that begins with this call, opened in the stepper", onclick: () => context.ask("chain", json ? text.value : form.text()) }, "In a chain");
-        const which = h("select", { class: "afk-which", "aria-label": "Which call", onchange: () => context.ask("pick", Number(which.value)) });
+        const inChain = h("button", { type: "button", hidden: !about.agent, title: "Start a chain with this call and open it in the stepper", onclick: () => context.ask("chain", json ? text.value : form.text()) }, "Open in a chain");
+        const which = h("select", { class: "afk-which", "aria-label": "Call shown", onchange: () => context.ask("pick", Number(which.value)) });
         const below = belowBox(context, model, host, "a chain that begins with this call", () => inChain.focus());
         const result = h("div", { class: "afk-answer" });
         root.append(
-          h("div", { class: "afk-bar" }, h("span", { class: "afk-title" }, about.name), h("span", { class: "afk-soft" }, `${about.timeout === null ? "no time limit" : `at most ${about.timeout} s`} · ${about.max_chars === null ? "no limit of length" : `${about.max_chars.toLocaleString("en-US")} characters`}`),
-            h("span", { class: "afk-grow" }), h("span", { role: "group", "aria-label": "How to write the arguments" }, asForm, " ", asText)),
+          h("div", { class: "afk-bar" }, h("span", { class: "afk-title" }, about.name), h("span", { class: "afk-soft" }, `${about.timeout === null ? "no time limit" : `at most ${about.timeout} s`} · ${about.max_chars === null ? "no length limit" : `${about.max_chars.toLocaleString("en-US")} characters`}`),
+            h("span", { class: "afk-grow" }), h("span", { role: "group", "aria-label": "Input of the arguments" }, asForm, " ", asText)),
           h("div", { class: "afk-doc afk-about" }, about.description),
           ...(about.hidden.length ? [h("div", { class: "afk-soft afk-about" }, `not seen by the model: ${about.hidden.join("; ")}`)] : []),
           form.el, textBox,
           h("div", { class: "afk-bar afk-foot" }, call, cancel, inChain, running, h("span", { class: "afk-grow" }), which),
           result,
-          h("details", { class: "afk-about" }, h("summary", {}, "the schema that the model is shown"), h("pre", { class: "afk-code", tabindex: "0" }, about.schema)), below);
+          h("details", { class: "afk-about" }, h("summary", {}, "the schema that the model sees"), h("pre", { class: "afk-code", tabindex: "0" }, about.schema)), below);
 
         let mine = null; // the draft written by these fields, which must not be read back into them
         function edited() {
@@ -263,26 +263,26 @@ export default {
           const busy = model.get("busy");
           call.disabled = busy;
           cancel.hidden = !busy;
-          running.textContent = busy ? "runs …" : "";
+          running.textContent = busy ? "running …" : "";
         }
         function drawResult() {
           const r = model.get("_result");
           result.replaceChildren();
           if (!r?.calls) {
-            result.append(h("div", { class: "afk-soft" }, "Not called yet."));
+            result.append(h("div", { class: "afk-soft" }, "No calls yet."));
             return;
           }
-          const word = r.ok ? "✓ ok" : r.error === null ? "✗ failed, and the model is told why" : "✗ failed on our side: the model is told only that it failed";
+          const word = r.ok ? "✓ ok" : r.error === null ? "✗ failed, and the model sees the reason" : "✗ failed with an error: the model sees only that the call failed";
           result.append(...[
             h("div", { class: "afk-cardhead", role: "status" }, h("b", { class: r.ok ? "afk-good" : "afk-bad" }, word),
               h("span", { class: "afk-soft afk-num" }, [brief(r.seconds), plural(r.characters, "character"), r.truncated ? "truncated" : null, r.done ? "ends the chain" : null, r.reward === null ? null : `turn reward ${r.reward}`, ...r.metrics.map(([k, v]) => `${k} ${v}`)].filter(Boolean).join(" · "))),
             h("div", { class: "afk-soft" }, "what the model sees:"),
-            r.observation ? h("pre", { class: "afk-seen afk-code", tabindex: "0", dir: "auto", role: "region", "aria-label": "what the model sees" }, ...marks(r.observation)) : h("div", { class: "afk-seen afk-soft" }, "an empty text"),
-            r.characters > r.observation.length ? h("div", { class: "afk-soft" }, `${(r.characters - r.observation.length).toLocaleString("en-US")} characters more`) : null].filter(Boolean));
+            r.observation ? h("pre", { class: "afk-seen afk-code", tabindex: "0", dir: "auto", role: "region", "aria-label": "what the model sees" }, ...marks(r.observation)) : h("div", { class: "afk-seen afk-soft" }, "(empty)"),
+            r.characters > r.observation.length ? h("div", { class: "afk-soft" }, `${(r.characters - r.observation.length).toLocaleString("en-US")} more characters`) : null].filter(Boolean));
           if (r.error !== null) {
             result.append(h("details", { open: true }, h("summary", {}, r.error), h("pre", { class: "afk-code", tabindex: "0" }, r.traceback)));
           }
-          if (r.redefined) result.append(h("div", { class: "afk-notice" }, `A later cell defined ${about.name} again: this form calls the old one. Run its cell again.`));
+          if (r.redefined) result.append(h("div", { class: "afk-notice" }, `A later cell has redefined ${about.name}, but this form still calls the old definition. Run the cell of the form again.`));
           result.append(h("details", {}, h("summary", {}, "as Python"), h("pre", { class: "afk-code", tabindex: "0" }, r.code)));
         }
         function drawCalls() {

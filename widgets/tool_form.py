@@ -78,8 +78,8 @@ class ToolForm(Opener):
         pool: The pool that provides the tool's sandbox. Without a pool, a sandbox is started for each call and closed
             afterwards. The form holds only a weak reference to the pool.
         task: The task that provides the tool's hidden parameters.
-        agent: An agent that has this tool, needed by the "In a chain" button. The button starts a chain of the task
-            with the call in the fields, and shows the chain in a ChainStepper, `form.opened`.
+        agent: An agent that has this tool, needed by the "Open in a chain" button. The button starts a chain of the
+            task with the call in the fields, and shows the chain in a ChainStepper, `form.opened`.
 
     Attributes:
         draft: The arguments as a JSON string, as a model would write them; not necessarily valid JSON.
@@ -215,9 +215,9 @@ class ToolForm(Opener):
         found = next((c for c in self._all() if c.number == number), None)
         if found is None:
             kept = (
-                f"there are {self._made - len(self.results) + 1} to {self._made}"
+                f"calls {self._made - len(self.results) + 1} to {self._made} are kept"
                 if self.results
-                else "there is none yet"
+                else "no call has been made"
             )
             raise ValueError(f"call {number!r} does not exist; {kept}")
         self._picked = number
@@ -277,7 +277,8 @@ def _about(tool: Any, pool: Any, task: Any) -> dict[str, Any]:
             asks.append(f"{name}: {injected.sandbox_type.__name__}, {source}")
         elif injected.source == "field":
             there = task is not None and name in task.fields
-            asks.append(f"{name}: from the task" + ("" if there else ", which has none" if task else ": give task="))
+            lacks = "" if there else ", which has no such field" if task else "; pass task="
+            asks.append(f"{name}: from the task{lacks}")
         else:
             asks.append(f"{name}: the context")
     return {
@@ -296,9 +297,9 @@ def outcome(result: dict[str, Any]) -> str:
     if result["ok"]:
         head = "✓ ok"
     elif result["error"] is None:
-        head = "✗ failed, and the model is told why"
+        head = "✗ failed, and the model sees the reason"
     else:
-        head = "✗ failed on our side: the model is told only that it failed"
+        head = "✗ failed with an error: the model sees only that the call failed"
     parts = [head, f"{result['seconds']:.3f} s", count(result["characters"], "character")]
     parts += ["truncated"] if result["truncated"] else []
     parts += ["ends the chain"] if result["done"] else []
@@ -313,7 +314,7 @@ def _page(about: dict[str, Any], result: dict[str, Any]) -> str:
     fields = ", ".join(f"{name}{'' if name in needed else ' (optional)'}" for name in names)
     out = [head, tag("div", escape(f"arguments: {fields or 'none'}"))]
     if not result:
-        out.append(tag("div", "Not called yet. Run the cell to use the form."))
+        out.append(tag("div", "No calls yet. Run the cell to use the form."))
         return tag("div", *out, style="line-height:1.5")
     text = result["observation"]
     shown = text[:12_000]
@@ -322,7 +323,7 @@ def _page(about: dict[str, Any], result: dict[str, Any]) -> str:
         out.append(tag("div", escape(result["error"][:2000])))
     out.append(
         tag(
-            "div", escape(shown) or "(an empty text)",
+            "div", escape(shown) or "(empty)",
             style="white-space:pre-wrap;font-family:monospace;border-left:4px solid #4a9a6a;padding-left:8px",
             title="what the model sees",
         )

@@ -110,9 +110,9 @@ export default {
         const option = (value, text) => h("option", { value }, text);
         const search = h("input", { type: "search", placeholder: "Search in all texts", "aria-label": "Search in all texts", spellcheck: "false" });
         const outcome = h("select", { "aria-label": "Outcome", title: about.hint }, option("", "all outcomes"), ...OUTCOME.map((name, i) => option(i, `${SIGN[name]} ${name} (${about.counts[name]})`)));
-        const stop = h("select", { "aria-label": "End" }, option("", "all stop reasons"), ...about.stops.map((name, i) => option(i, name)));
+        const stop = h("select", { "aria-label": "Stop reason" }, option("", "all stop reasons"), ...about.stops.map((name, i) => option(i, name)));
         const task = h("select", { "aria-label": "Task" }, option("", `every task (${about.num_tasks.toLocaleString("en-US")})`), ...about.tasks.map((name, i) => option(i, name)));
-        const sort = h("select", { "aria-label": "Sort by" }, option("", "in their order"),
+        const sort = h("select", { "aria-label": "Sort by" }, option("", "original order"),
           ...Object.keys(cols).map((k) => option(k, { failed: "failed calls", sampling: "time sampling", tools: "time in tools" }[k] ?? k)), ...about.metrics.map((name, i) => option(`m${i}`, name)));
         const shownMetrics = about.metrics.slice(0, about.shown_metrics);
         const notes = () => model.get("_notes");
@@ -371,12 +371,12 @@ export default {
               lines.append(line);
             }
             const open = d.columns.length <= 8;
-            detail.append(h("details", { class: "afk-shared", open }, h("summary", {}, "What they share"), lines));
-            if (d.columns.length === 2) detail.append(h("div", { class: "afk-row2 afk-pad" }, button("Compare the tokens of the two", "Both in one token view, with the first differing token", () => context.ask("tokens", d.columns.map((c) => c.i)))));
+            detail.append(h("details", { class: "afk-shared", open }, h("summary", {}, "Shared turns"), lines));
+            if (d.columns.length === 2) detail.append(h("div", { class: "afk-row2 afk-pad" }, button("Compare tokens", "Show both in one token view, with the first differing token", () => context.ask("tokens", d.columns.map((c) => c.i)))));
           }
           const asChat = model.get("_chat");
           const form = (on, text, title) => button(text, title, () => { context.put("_chat", on); drawDetail(); }, { "aria-pressed": String(asChat === on) });
-          detail.append(h("div", { class: "afk-row2 afk-pad", role: "group", "aria-label": "How to show turns" }, form(true, "Chat", "Messages with their roles, tool calls and results"), form(false, "Turns", "The text of each turn as the model saw it, with its author"), h("span", { class: "afk-soft" }, asChat ? "messages by role; “Tokens” shows what is trained" : "text by turn, with template tokens")));
+          detail.append(h("div", { class: "afk-row2 afk-pad", role: "group", "aria-label": "Format of the turns" }, form(true, "Chat", "Messages with their roles, tool calls and results"), form(false, "Turns", "The text of each turn as the model saw it, with its author"), h("span", { class: "afk-soft" }, asChat ? "messages by role; “Tokens” shows what is trained" : "text by turn, with template tokens")));
           const grid = h("div", { class: "afk-columns", tabindex: "0", role: "group", "aria-label": "Selected trajectories side by side" });
           grid.style.setProperty("--columns", d.columns.length);
           d.columns.forEach((c, k) => {
@@ -390,7 +390,7 @@ export default {
               c.error ? h("div", { class: "afk-bad" }, `✕ ${c.error}`) : null,
               noteOf(c),
               h("div", { class: "afk-row2" },
-                button("Tokens", "Its tokens with all their numbers (key: Enter)", () => context.ask("tokens", c.i), { "aria-label": `Tokens of ${c.id}` }),
+                button("Tokens", "Show the tokens with all their values (key: Enter)", () => context.ask("tokens", c.i), { "aria-label": `Tokens of ${c.id}` }),
                 button("Stepper", about.agent ? "Continue, rewind or edit it in the stepper" : "Pass agent= to TrajectoryView to open its chains in the stepper", () => context.ask("stepper", c.i), { disabled: !about.agent, "aria-label": `Open ${c.id} in the stepper` }),
                 button("As Python", "Python code that loads this trajectory and continues from it", () => context.ask("code", c.i), { "aria-label": `${c.id} as Python` })));
             const body = c.turns.length ? c.turns.flatMap((t, i) => (asChat ? chat(t, i, i === c.turns.length - 1, same) : turn(t, i, longest, same))) : [h("div", { class: "afk-soft afk-hint" }, "No turns.")];

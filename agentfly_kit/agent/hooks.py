@@ -47,7 +47,7 @@ def sliding_window(steps: int) -> Callable[[Any], None]:
 
 @checks_keywords
 def summarize(
-    instruction: str = "Summarize what was found so far, for somebody who continues without this conversation.",
+    instruction: str = "Summarize the findings so far for someone who continues without this conversation.",
     *,
     tokens: int = 256,
     rows: int = 8,

@@ -227,7 +227,7 @@ class Fleet(Engine):
         news = member.state == "up"
         member.state, member.reason = state, reason
         if news:
-            warnings.warn(f"{member.name} samples no more until the next update, because {reason}", stacklevel=2)
+            warnings.warn(f"{member.name} is not used until the next update, because {reason}", stacklevel=2)
 
     # --- weights ---
 

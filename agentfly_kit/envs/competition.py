@@ -283,7 +283,7 @@ class Contest(SandboxEnvironment):
 
     @tool(timeout=120.0)
     async def validate(self, code: str) -> ToolResult:
-        """Run a program without submitting what it writes.
+        """Run a program without submitting its output.
 
         Args:
             code: the program.
@@ -302,13 +302,13 @@ class Contest(SandboxEnvironment):
     @tool
     def history(self) -> str:
         """List the programs run so far and their results."""
-        return "\n".join(self.events) or "nothing was run"
+        return "\n".join(self.events) or "no program has been run"
 
     @tool(name="reset")
     async def restart(self) -> str:
         """Restore the folder and the interpreter. Submissions made so far still count."""
         self._written, self._skipped = False, None
-        return "The folder is as it was at the beginning."
+        return "The initial files of the folder were restored."
 
     async def _run(self, code: str, *, submit: bool) -> tuple[bool, str, float]:
         """Run a program and return whether it succeeded, the observation, and the improvement of the best position."""

@@ -83,10 +83,10 @@ def from_env(
 
         @tool(name=name)
         def act(self, action: str) -> Any:
-            """Take one step.
+            """Take one step in the environment.
 
             Args:
-                action: what to do.
+                action: the action to take.
             """
             if isinstance(actions, Mapping) and action not in actions:
                 return ToolResult(False, f"there is no action {action!r}; there is {', '.join(map(repr, actions))}")

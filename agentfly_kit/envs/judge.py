@@ -156,7 +156,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
             ("short", f"It has at most {most} words.", ["words", most]),
             ("line", "It is one line.", ["lines", 1]),
             ("end", f"It ends with {end}", ["ends", end]),
-            ("manners", f"It does without the word {word}.", ["avoids", word]),
+            ("manners", f"It does not contain the word {word}.", ["avoids", word]),
         ]
         found.setdefault(text, [{"name": name, "what": what, "check": check} for name, what, check in checks])
     return [

@@ -97,14 +97,14 @@ class Maze:
 
     @tool
     async def go(self, way: Literal["north", "east", "south", "west"]) -> ToolResult:
-        """Take one step.
+        """Move one cell.
 
         Args:
-            way: where to.
+            way: the direction.
         """
         self.steps += 1
         if way not in self.grid.open[self.cell]:
-            return ToolResult(False, f"A wall. {self._seen()}")
+            return ToolResult(False, f"There is a wall. {self._seen()}")
         before = self.grid.away[self.cell]
         self.cell = beside(self.cell, way)
         self.done = self.cell == self.grid.exit

@@ -304,7 +304,7 @@ class Repo(SandboxEnvironment):
 
     @tool
     async def submit(self) -> str:
-        """Say that the repository is repaired. Nothing can be changed after that."""
+        """Report that the repository is repaired. It cannot be changed afterwards."""
         self.done = True
         return "Submitted."
 
@@ -436,7 +436,7 @@ def _question(bugs: Sequence[Mapping[str, Any]]) -> str:
     failures = "\n".join(str(bug["says"]) for bug in bugs)
     return (
         f"Tests of this repository fail since the last commit. `{_RUN}` says:\n\n{failures}\n\n"
-        "Find what is wrong in the program and mend it there. The tests are right, and there are more than you see."
+        "Find the bug in the program and fix it there. All tests are correct; some are not shown."
     )
 
 

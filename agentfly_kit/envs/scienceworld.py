@@ -263,7 +263,7 @@ class ScienceWorld:
 
     @tool
     async def act(self, command: str) -> ToolResult:
-        """Do one thing.
+        """Carry out one command.
 
         Args:
             command: such as "open door to kitchen", "go to kitchen", "pick up thermometer", "focus on thermometer",
@@ -283,13 +283,13 @@ class ScienceWorld:
 
     @tool
     async def actions(self) -> str:
-        """List the forms that a command can have; OBJ is an object. It takes no time."""
+        """List the forms that a command can have; OBJ is an object. This is not counted as a command."""
         forms = await self._ask("ask", "getPossibleActions")
         return ", ".join(form for form in forms if form != "reset task")
 
     @tool
     async def objects(self) -> str:
-        """List the objects that can be named here. It takes no time."""
+        """List the objects that can be named here. This is not counted as a command."""
         return ", ".join(await self._ask("ask", "getPossibleObjects"))
 
     async def reward(self) -> dict[str, float]:

@@ -93,7 +93,7 @@ class BasePool(ABC, Generic[S]):
 
     @abstractmethod
     async def acquire(
-        self, owner: str = "somebody", timeout: float | None = None, *, run: str = "", queue: bool = True
+        self, owner: str = "unnamed", timeout: float | None = None, *, run: str = "", queue: bool = True
     ) -> Lease[S]: ...
 
     @abstractmethod
@@ -125,7 +125,7 @@ class BasePool(ABC, Generic[S]):
         return not released
 
     @contextlib.asynccontextmanager
-    async def lease(self, owner: str = "somebody", timeout: float | None = None, *, run: str = "") -> AsyncIterator[S]:
+    async def lease(self, owner: str = "unnamed", timeout: float | None = None, *, run: str = "") -> AsyncIterator[S]:
         """Async context manager that leases a sandbox: `async with pool.lease(owner="me") as sandbox`.
 
         For arguments and exceptions, see `acquire`.

@@ -136,7 +136,7 @@ class PoolCore(BasePool[S]):
         self._dropped.append(slot)
         if not self._lock.locked():  # otherwise, the thread that holds the lock kills the sandbox afterwards
             self._kill_dropped()
-        warnings.warn(f"{lease!r} was dropped without a release", ResourceWarning, stacklevel=3)
+        warnings.warn(f"{lease!r} was garbage-collected without a release", ResourceWarning, stacklevel=3)
 
     def _kill_dropped(self) -> None:
         while self._dropped:

@@ -144,7 +144,7 @@ class Pool(Displayable, PoolCore[S]):
     # --- leasing
 
     async def acquire(
-        self, owner: str = "somebody", timeout: float | None = None, *, run: str = "", queue: bool = True
+        self, owner: str = "unnamed", timeout: float | None = None, *, run: str = "", queue: bool = True
     ) -> Lease[S]:
         """Wait for a sandbox and lease it until `release` is called.
 
@@ -210,7 +210,7 @@ class Pool(Displayable, PoolCore[S]):
         if not self._begin_release(lease) or slot is None:
             return
         if reusable and not is_alive(lease.sandbox):
-            self._dispatch(self._state.died, slot, "found dead when it came back")
+            self._dispatch(self._state.died, slot, "found dead when it was released")
         else:
             resettable = callable(getattr(lease.sandbox, "reset", None))
             self._dispatch(self._state.released, slot, reusable and resettable and self._is_reusable(lease))
@@ -261,9 +261,9 @@ def _timeout_message(s: PoolSnapshot, timeout: float) -> str:
         more = len(s.leases) - len(held)
         text += f"held by {', '.join(held)}{f' and {more} more' if more > 0 else ''}; "
     if s.leased < s.size and s.starting:
-        text += "starting takes long: raise timeout=, or keep some ready with min_idle="
+        text += "sandboxes start slowly: increase timeout=, or keep some ready with min_idle="
     else:
-        text += "raise size=, or look for a lease held while sampling; a chain stepped by hand keeps its sandbox "
+        text += "increase size=, or release sandboxes that are not in use; a chain stepped by hand keeps its sandbox "
         text += "until `await chain.close()`"
     return text if s.error is None else f"{text}; the last start failed: {s.error}"
 

@@ -211,7 +211,7 @@ class PoolState:
             del self._in_state[slot.state][slot.id]
             if slot.state != "closing":
                 self.dead += 1
-                self._report("died", slot.id, slot.owner, "ended without an event loop")
+                self._report("died", slot.id, slot.owner, "ended while no event loop was running")
                 slot.state = "closing"
             self._report("closed", slot.id)
 
@@ -271,7 +271,7 @@ class PoolState:
     def _revoke_expired(self) -> None:
         while self.next_expiry() <= self._now:
             slot = next(iter(self._in_state["leased"].values()))
-            self._revoke(slot, "expired", f"held for {self._now - slot.since:.0f} s, longer than max_lease=")
+            self._revoke(slot, "expired", f"held for {self._now - slot.since:.0f} s, longer than max_lease")
 
     def _refuse_all(self, error: BaseException | None) -> None:
         for ticket, waiter in self.waiters.items():
@@ -285,7 +285,7 @@ class PoolState:
         while self.waiters and idle:
             slot = next(reversed(idle.values()))
             if not self._alive(slot):
-                self.died(slot, "found dead when it was to be lent")
+                self.died(slot, "found dead before it was leased")
                 continue
             ticket = next(self.order())
             waiter = self.waiters.pop(ticket)

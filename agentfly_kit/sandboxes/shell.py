@@ -25,7 +25,7 @@ class ShellResult(SandboxResult):
     """The result of one command. `value` is always None; `error` describes what stopped the command, if anything.
 
     Attributes:
-        exit_code: Exit status of the command, or 128 + n if signal n ended it; None if the shell died before it could
+        exit_code: Exit status of the command, or 128 + n if signal n ended it; None if the shell ended before it could
             report one.
     """
 
@@ -49,7 +49,7 @@ class ShellResult(SandboxResult):
         if self.files_lost:
             parts.append("[the sandbox was restarted: the shell's variables and all files are lost]")
         elif self.died:
-            parts.append("[the shell has ended: the next command begins in a new one, beside the same files]")
+            parts.append("[the shell has ended; the next command runs in a new shell with the same files]")
         return "\n".join(part for part in parts if part)
 
 
@@ -84,7 +84,7 @@ class ShellSandbox(HostedSandbox):
         limit = result.limit
         if limit is None and code is not None:
             limit = _SIGNALS.get(code)
-        error = None if code is not None else result.error or "the shell died"
+        error = None if code is not None else result.error or "the shell ended unexpectedly"
         if result.timed_out and code is not None:
             error = f"stopped: it ran for more than {timeout:g} s"
         elif limit is not None and code is not None and code != 0:

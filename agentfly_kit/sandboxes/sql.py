@@ -56,12 +56,12 @@ class SQLResult(SandboxResult):
                 "done" if not self.changed else f"done: {self.changed} row{'' if self.changed == 1 else 's'} changed"
             )
         if self.truncated:
-            parts.append("[cut off: there is more; ask for less, with LIMIT, WHERE or fewer columns]")
+            parts.append("[truncated; use LIMIT, WHERE or fewer columns to see the rest]")
         parts.append(self.error or "")
         if self.files_lost:
             parts.append("[the database was restored to its initial state: all changes are lost]")
         elif self.died:
-            parts.append("[the database was opened anew: what was not committed, and temporary tables, are lost]")
+            parts.append("[the database was reopened: uncommitted changes and temporary tables are lost]")
         return "\n".join(part for part in parts if part)
 
 

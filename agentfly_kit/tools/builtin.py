@@ -17,7 +17,7 @@ from agentfly_kit.tools.tool import tool
 
 @tool(timeout=120.0)
 async def python(code: str, sandbox: PythonSandbox) -> SandboxResult:
-    """Run Python code. Variables are kept from call to call; the last expression's value is shown.
+    """Run Python code. Variables persist between calls. The value of the last expression is shown.
 
     Args:
         code: one or more statements.
@@ -27,7 +27,7 @@ async def python(code: str, sandbox: PythonSandbox) -> SandboxResult:
 
 @tool(timeout=120.0)
 async def shell(command: str, sandbox: ShellSandbox) -> ShellResult:
-    """Run a command in a bash shell. Its folder, variables and background jobs are kept from call to call.
+    """Run a command in a bash shell. Its working folder, variables and background jobs persist between calls.
 
     Args:
         command: one or more lines, for example "ls -l | head".
@@ -37,7 +37,7 @@ async def shell(command: str, sandbox: ShellSandbox) -> ShellResult:
 
 @tool(timeout=120.0)
 async def sql(query: str, sandbox: SQLSandbox) -> SQLResult:
-    """Run SQL on the database. Changes are kept from call to call; the rows of the last statement are shown.
+    """Run SQL on the database. Changes persist between calls. The rows of the last statement are shown.
 
     Args:
         query: one or more statements, for example "SELECT name FROM people LIMIT 5".
@@ -59,30 +59,30 @@ async def read_file(path: str, sandbox: FileSandbox, first_line: int = 1, last_l
 
 @tool(timeout=120.0)
 async def write_file(path: str, text: str, sandbox: FileSandbox) -> str:
-    """Make a file, or overwrite all of it.
+    """Create a file, or replace its content.
 
     Args:
-        path: relative to the working folder; folders on the way are made.
-        text: all that the file shall hold.
+        path: relative to the working folder; missing folders are created.
+        text: the whole content of the file.
     """
     return await sandbox.write(path, text)
 
 
 @tool(timeout=120.0)
 async def edit_file(path: str, old: str, new: str, sandbox: FileSandbox) -> str:
-    """Replace a piece of a file.
+    """Replace a part of a file.
 
     Args:
         path: relative to the working folder.
-        old: the text to replace, exactly as it is in the file, without line numbers; it must be there once.
-        new: the text to put in its place.
+        old: the text to replace, exactly as it is in the file, without line numbers; it must occur only once.
+        new: the text that replaces it.
     """
     return await sandbox.edit(path, old, new)
 
 
 @tool(timeout=120.0)
 async def list_files(sandbox: FileSandbox, path: str = ".") -> str:
-    """List a folder and the folders in it.
+    """List the files in a folder and in its subfolders.
 
     Args:
         path: relative to the working folder.
@@ -95,18 +95,18 @@ async def search_files(pattern: str, sandbox: FileSandbox, path: str = ".") -> s
     """Find lines that match a regular expression, in a file or in all files below a folder.
 
     Args:
-        pattern: a regular expression of Python.
+        pattern: a Python regular expression.
         path: relative to the working folder.
     """
     found = [str(each)[:300] for each in await sandbox.grep(pattern, path, max_matches=50)]
-    return (
-        "\n".join([*found, *(["[the first 50; there may be more]"] if len(found) == 50 else [])]) or "no line matches"
-    )
+    if len(found) == 50:
+        found.append("[only the first 50 matching lines are shown]")
+    return "\n".join(found) or "no line matches"
 
 
 @tool(timeout=120.0)
 async def undo_edit(sandbox: FileSandbox) -> str:
-    """Take back the last change of a file."""
+    """Undo the last change to a file."""
     return await sandbox.undo()
 
 

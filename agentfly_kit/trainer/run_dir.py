@@ -531,7 +531,7 @@ def _differences(known: Any, wanted: Any, path: str = "") -> list[str]:
             if key not in known:
                 out.append(f"  {where}: not in the folder's run, now {_shortened(wanted[key])}")
             elif key not in wanted:
-                out.append(f"  {where}: was {_shortened(known[key])}, now not there")
+                out.append(f"  {where}: was {_shortened(known[key])}, now missing")
             elif known[key] != wanted[key]:
                 out.extend(_differences(known[key], wanted[key], where))
         return out

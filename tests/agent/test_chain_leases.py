@@ -32,7 +32,7 @@ async def test_interactive_chain_keeps_its_sandbox_until_closed() -> None:
         text = str(caught.value)
         assert text.startswith("no Box free after 0.1 s (1 of 1 leased, 1 waiting); held by chain-0:t/0 (")
         assert text.endswith(
-            " s, turn 1); raise size=, or look for a lease held while sampling; a chain stepped by hand keeps its "
+            " s, turn 1); increase size=, or release sandboxes that are not in use; a chain stepped by hand keeps its "
             "sandbox until `await chain.close()`"
         )
         await chain.step()
@@ -54,7 +54,7 @@ async def test_max_lease_revokes_the_sandbox_of_an_interactive_chain(monkeypatch
             assert box.log == []
         await chain.step()
         assert chain.stop == "error" and chain.error is not None and chain.error.type == "LeaseRevoked"
-        assert "held for 3600 s, longer than max_lease=" in chain.error.message
+        assert "held for 3600 s, longer than max_lease" in chain.error.message
         trajectory = await chain.finish()
         assert (trajectory.reward, trajectory.stop) == (None, "error")
         assert pool.snapshot().leased == 0

@@ -127,7 +127,7 @@ async def test_an_engine_that_fails_loses_no_chain() -> None:
     members[1].limit = 9
     fleet = af.Fleet(members)
     alone = await agents.agent().rollout(agents.tasks(16), group_size=3)
-    with pytest.warns(UserWarning, match="Server 1 samples no more until the next update, because connection refused"):
+    with pytest.warns(UserWarning, match="Server 1 is not used until the next update, because connection refused"):
         rollout = await agents.agent(engine=fleet).rollout(agents.tasks(16), group_size=3)
     assert not rollout.failed and states(fleet) == ["up", "down", "up"]
     assert [t.ids.tolist() for t in rollout] == [t.ids.tolist() for t in alone]
@@ -166,7 +166,7 @@ async def test_an_engine_that_returns_with_other_weights_is_not_used() -> None:
     for member in members:
         member.stopped, member.limit = False, 10**9
     members[0].copy.load_state(agents.shipped().state())
-    with pytest.warns(UserWarning, match="Server 0 samples no more.*other weights"):
+    with pytest.warns(UserWarning, match="Server 0 is not used.*other weights"):
         assert not (await agent.rollout(agents.tasks(2))).failed
     assert states(fleet) == ["stale", "up"] and not members[0].sessions[1:]
 
@@ -224,7 +224,7 @@ async def test_an_engine_with_old_weights_is_found_after_one_update(scale: float
     assert states(fleet) == ["up"] * 3 and all(m.gap <= 1e-5 for m in fleet.members)
     members[2].ignores_updates = True
     nudge(policy, scale)
-    with pytest.warns(UserWarning, match="Server 2 samples no more until the next update, because its logprobs"):
+    with pytest.warns(UserWarning, match="Server 2 is not used until the next update, because its logprobs"):
         await fleet.update(policy)
     assert states(fleet) == ["up", "up", "stale"]
     await fleet.probe()  # compares with an engine that passed

@@ -222,7 +222,7 @@ async def test_a_server_that_fails_during_an_update_is_excluded_until_the_next(
 
     bad.fault = fault
     nudge(policy)
-    with pytest.warns(UserWarning, match=f"{urlsplit(bad.url).port}/v1 samples no more until the next update"):
+    with pytest.warns(UserWarning, match=f"{urlsplit(bad.url).port}/v1 is not used until the next update"):
         await fleet.update(policy)
     assert states(fleet) == ["up", "down"] and gap(good, policy) == 0
     if how == "status 500":

@@ -131,7 +131,7 @@ async def test_puzzles_of_lichess_load_and_are_played_by_their_rule(tmp_path: Pa
     assert task.fields["fen"].startswith("q3k3/8/8/8/8/8/8/4K2R w")
     (won,) = (await af.envs.chess.expert().rollout([task])).trajectories
     assert (won.reward, won.tool_calls[-1].result.observation) == (1.0, "Rxa8: solved.")
-    assert (await one(plays("h1h7"), **task.fields)).tool_calls[0].result.observation == "Rh7: that is not it."
+    assert (await one(plays("h1h7"), **task.fields)).tool_calls[0].result.observation == "Rh7: wrong move."
     for text, wanted in [
         ("a,b\n1,2\n", "has no column FEN, Moves, PuzzleId"),
         (head + body.replace("a2a8", "a2b8"), "puzzles.csv:2: 'a2b8' is not a legal move"),

@@ -137,7 +137,7 @@ async def test_information(closed_later: Any) -> None:
         "accuracy, higher is better; the position on the leaderboard counts"
     )
     assert "train.csv (120 rows" in await call_sync(of, "request_info", info="all")
-    assert await call_sync(of, "history") == "nothing was run"
+    assert await call_sync(of, "history") == "no program has been run"
     await errors.check(
         lambda: call_sync(of, "request_info", info="labels"), af.ToolError, "info must be overview, metric"
     )

@@ -103,7 +103,7 @@ async def test_a_failed_judge_leaves_a_chain_unscored_with_the_reason_and_its_si
     tasks = [af.Task(name, ({"role": "user", "content": "?"},), {}) for name in ("a", "b", "c")]
     a, b, c = (await agent.rollout(tasks)).trajectories
     assert (a.reward, b.reward, c.reward) == (1.0, None, 1.0)
-    assert "the judge gave no score: after 3 attempts" in str(b.error)
+    assert "the judge returned no score: after 3 attempts" in str(b.error)
     assert a.metrics == {"judge": 1.0, "short": 1.0, "kind": 1.0}
 
 
@@ -134,7 +134,7 @@ async def test_answers_cannot_inject_instructions_or_scores(injection: str) -> N
     assert not af.envs.judging._TAGS.search(task)
     assert after.count("<scores>") == 1 and "<scores>" not in before + task + between + answer
     if len(injection) > 20_000:
-        assert "characters are left out here" in answer
+        assert "characters omitted]" in answer
     # The answer adds no control token to the rendered chat.
     ids = small_chat().prompt(asked[0].messages)
     specials = [i for i in ids if i in small_chat().tokenizer.all_special_ids]

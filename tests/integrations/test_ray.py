@@ -361,7 +361,7 @@ def test_servers_have_their_last_weights_and_states_in_the_workers(cluster: Any)
             )
         servers[1].initial = fresh()
         servers[1].restart()
-        with pytest.warns(UserWarning, match="samples no more"):
+        with pytest.warns(UserWarning, match="is not used until"):
             await fleet.probe(policy)
         servers[1].got.clear()
         assert not (await given.rollout(tasks(4), 2, workers=workers)).failed

@@ -314,7 +314,7 @@ def test_one_loop_after_another_and_a_cell_that_computes():
         lease = asyncio.run(take())
         assert asyncio.run(lease.sandbox.run("x")) == ["kept", "x"]
         server.heartbeat = 1.0
-        with pytest.warns(ResourceWarning, match="was dropped without a release"):
+        with pytest.warns(ResourceWarning, match="was garbage-collected without a release"):
             del lease
         lease = asyncio.run(far.acquire())
         server.heartbeat = GUARD

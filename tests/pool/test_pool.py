@@ -133,7 +133,7 @@ async def test_a_timeout_names_the_holders():
         text = re.sub(r"\(\d+\.\d s", "(0.0 s", str(caught.value))  # the time since the leases
         assert text == (
             "no Notes free after 0.1 s (2 of 2 leased, 1 waiting); held by chain 3 (0.0 s, turn 2), me (0.0 s); "
-            "raise size=, or look for a lease held while sampling; a chain stepped by hand keeps its sandbox until "
+            "increase size=, or release sandboxes that are not in use; a chain stepped by hand keeps its sandbox until "
             "`await chain.close()`"
         )
         assert isinstance(caught.value, TimeoutError)

@@ -73,7 +73,7 @@ async def test_refused_operations():
 async def test_edit_and_undo(level: str):
     async with af.FileSandbox(isolation=level, files=SEED | {"dos.txt": "a\r\nb\r\n", "overlap": "aaa"}) as sandbox:
         assert (await sandbox.edit("src/main.py", "def g():\n    return 1", "def g():\n    return 2\n")).startswith(
-            "src/main.py: replaced at line 5. It reads now:\n     3\t\n     4\t\n     5\tdef g():"
+            "src/main.py: replaced at line 5. It now reads:\n     3\t\n     4\t\n     5\tdef g():"
         )
         assert (await sandbox.read("src/main.py")).endswith("return 2\n\n")
         await sandbox.edit("dos.txt", "a\nb", "a\nc")

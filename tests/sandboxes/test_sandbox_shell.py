@@ -114,7 +114,7 @@ async def test_the_end_of_a_shell_is_reported(sandbox: af.ShellSandbox):
         await sandbox.run("A=5")
         result = await sandbox.run(command)
         assert (result.exit_code, result.died, result.stderr) == (code, True, "")
-        assert "begins in a new one" in result.text
+        assert "runs in a new shell" in result.text
         assert (await sandbox.run('echo "[$A]"')).stdout == "[]\n"
 
 

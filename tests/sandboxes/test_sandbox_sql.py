@@ -82,9 +82,7 @@ async def test_rows_and_values_have_limits(level: str, engine: str):
         await sandbox.run("INSERT INTO t VALUES (4)")
         result = await sandbox.run("SELECT x FROM t")
         assert (len(result.rows), result.truncated, result.ok) == (3, True, True)
-        assert result.text.endswith(
-            "(3 rows shown)\n[cut off: there is more; ask for less, with LIMIT, WHERE or fewer columns]"
-        )
+        assert result.text.endswith("(3 rows shown)\n[truncated; use LIMIT, WHERE or fewer columns to see the rest]")
         wide = "replace(printf('%900s', 'x'), ' ', 'a')" if engine == "sqlite" else "repeat('a', 900)"
         result = await sandbox.run(f"SELECT {wide} FROM t")
         assert result.truncated and len(result.rows[0][0]) == 256

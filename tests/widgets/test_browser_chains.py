@@ -77,7 +77,7 @@ def test_a_chain_is_stepped_by_mouse_and_keys_while_a_cell_awaits(notebook: Any)
     page.keyboard.press("r")
     view.locator(".afk-turn2.afk-observation").wait_for()
     view.locator(".afk-next").first.click()  # clicking a candidate adds the token and leaves the action open
-    view.get_by_text("open: the policy goes on").wait_for()
+    view.get_by_text("unfinished: the policy continues").wait_for()
     page.keyboard.press("g")
     view.get_by_text("stopped: answered").wait_for()
     assert not page.evaluate("() => window.ran")  # the cell still awaits

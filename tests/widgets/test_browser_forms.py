@@ -70,7 +70,7 @@ def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> No
     form.get_by_label("give wait").uncheck()
     form.get_by_label("note", exact=True).fill("fail")
     form.get_by_label("note", exact=True).press("Control+Enter")
-    form.locator("text=failed on our side").wait_for()
+    form.locator("text=failed with an error").wait_for()
     browser.expect(form.locator(".afk-seen")).to_have_text("weather failed.", use_inner_text=True)
     browser.expect(form.locator("summary").first).to_contain_text("ZeroDivisionError: ours", use_inner_text=True)
     # JSON arguments may be invalid, as a model could write them.
@@ -78,7 +78,7 @@ def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> No
     browser.expect(form.get_by_label("arguments as JSON")).to_have_value(re.compile('"days": 2\\.50'))
     form.get_by_label("arguments as JSON").fill('{"places": "x"}')
     form.get_by_role("button", name="Call", exact=True).click()
-    form.locator("text=failed, and the model is told why").wait_for()
+    form.locator("text=failed, and the model sees the reason").wait_for()
     form.get_by_label("arguments as JSON").fill("{oops")
     form.get_by_role("button", name="Call", exact=True).click()
     form.locator(".afk-notice:has-text('not valid JSON')").wait_for()
@@ -88,7 +88,7 @@ def test_a_tool_is_called_from_its_form_while_a_cell_awaits(notebook: Any) -> No
     nb.finish()  # the tool call let the cell continue
     assert nb.python("len(form.results)") == 4
     # Picking an earlier call shows its result and selects it.
-    form.get_by_label("Which call").select_option(value="1")
+    form.get_by_label("Call shown").select_option(value="1")
     nb.wait_python("form.selection.to_frame()[['call', 'ok']].values.tolist()", [[1, True]])
     page.wait_for_function("() => document.querySelector('.afk-seen').innerText.includes('Rome <i>')")
     # Fill in the fields from Python.
@@ -125,7 +125,7 @@ def test_a_reward_is_edited_and_scored_again(notebook: Any) -> None:
     )
     page = nb.run()
     form = page.locator(".afk-rewardform")
-    form.locator("text=what changed (5)").wait_for(state="attached")
+    form.locator("text=changed (5)").wait_for(state="attached")
     browser.expect(form.locator("tbody tr td.afk-k-gained")).to_have_count(5)
     browser.expect(form.locator(".afk-scores")).to_contain_text("0 → 0.4167", use_inner_text=True)
     # After the cell that defines the reward is edited and re-run, the form re-scores.
@@ -136,12 +136,12 @@ def test_a_reward_is_edited_and_scored_again(notebook: Any) -> None:
           "@af.reward\\ndef ends(final: str | None) -> float:\\n    return 0.5");
         await window.jupyterapp.commands.execute('notebook:run-cell'); }"""
     )
-    form.locator("text=what changed (12)").wait_for(state="attached")
-    form.locator("text=(last time 0.4167)").first.wait_for()
-    form.get_by_label("Which trajectories").select_option("higher")
+    form.locator("text=changed (12)").wait_for(state="attached")
+    form.locator("text=(previously 0.4167)").first.wait_for()
+    form.get_by_label("Trajectories shown").select_option("higher")
     form.get_by_role("button", name="q0/0").click()
     nb.wait_python("form.picked.id", "q0/0")
-    detail = form.get_by_role("region", name="The picked trajectory")
+    detail = form.get_by_role("region", name="Selected trajectory")
     detail.locator("text=Reward 0.5").wait_for()
     browser.expect(detail).to_contain_text("<script>alert(1)</script>", use_inner_text=True)
     assert "null" not in detail.inner_text()

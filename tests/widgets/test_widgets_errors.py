@@ -81,7 +81,7 @@ def untyped(x):  # type: ignore[no-untyped-def]
     (lambda: w.ToolForm(weather, task={"id": 1}), TypeError, "must be a Task"),
     (lambda: w.ToolForm(weather, agent=agents.scripted(["42"])), ValueError, "must have the tool 'weather'"),
     (lambda: w.ToolForm(untyped), af.errors.ToolSchemaError, "'x' must have a type"),
-    (lambda: w.ToolForm(weather).select(1), ValueError, "call 1 does not exist; there is none yet"),
+    (lambda: w.ToolForm(weather).select(1), ValueError, "call 1 does not exist; no call has been made"),
     (lambda: w.RewardForm(by_colour, saved()), af.errors.TaskError, "requires the field 'colour'"),
     (lambda: w.RewardForm(agents.exact, 7), TypeError, "rollout must be a Rollout"),
     (lambda: w.RewardForm(agents.exact, ["x"]), TypeError, "rollout must be a Rollout"),

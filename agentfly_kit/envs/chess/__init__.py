@@ -58,12 +58,12 @@ class Chess:
         """Make a move. The other side replies.
 
         Args:
-            move: as "e7e8q" or "e8=Q".
+            move: for example "e7e8q" or "e8=Q".
         """
         found = self.board.read(move)
         if found is None:
             self.illegal += 1
-            return ToolResult(False, f"{move!r:.60} is no legal move here; `moves` lists them.")
+            return ToolResult(False, f"{move!r:.60} is not a legal move here; `moves` lists the legal moves.")
         own = len(self.moves) // 2
         right = 2 * own < len(self.line) and str(found) == self.line[2 * own]
         self.first = self.first or (own == 0 and right)
@@ -74,7 +74,7 @@ class Chess:
             return ToolResult(True, f"{san}: checkmate.")
         if self.mate is None and not right:
             self.done = True
-            return ToolResult(True, f"{san}: that is not it.")
+            return ToolResult(True, f"{san}: wrong move.")
         if self.mate is None and not self.left:
             self.won = self.done = True
             return ToolResult(True, f"{san}: solved.")
@@ -83,7 +83,7 @@ class Chess:
             return ToolResult(True, f"{san}: {'stalemate' if self.board.stalemate else 'no mate'}.")
         reply = self._make(self._reply())
         self.done = self.board.mate
-        return ToolResult(True, f"{san} {reply}{': you are mated.' if self.done else ''}\n{self.board.text()}")
+        return ToolResult(True, f"{san} {reply}{': you are checkmated.' if self.done else ''}\n{self.board.text()}")
 
     def _make(self, move: Move) -> str:
         san = self.board.san(move)

@@ -70,7 +70,7 @@ class RemoteSandbox:
         return call
 
     def __repr__(self) -> str:
-        return f"<remote {self._sandbox_type} at {self._link.url}{'' if self.alive else ', over'}>"
+        return f"<remote {self._sandbox_type} at {self._link.url}{'' if self.alive else ', ended'}>"
 
 
 class RemotePool(Displayable, BasePool[S]):
@@ -161,7 +161,7 @@ class RemotePool(Displayable, BasePool[S]):
     # --- leases
 
     async def acquire(
-        self, owner: str = "somebody", timeout: float | None = None, *, run: str = "", queue: bool = True
+        self, owner: str = "unnamed", timeout: float | None = None, *, run: str = "", queue: bool = True
     ) -> Lease[S]:
         """Lease a sandbox until `release` is called; see `Pool.acquire` for the arguments.
 
@@ -200,7 +200,7 @@ class RemotePool(Displayable, BasePool[S]):
         name = _lease_key(lease)
         if self._link.stop_holding(name):
             self._link.submit(self._link.release(name, True))
-            warnings.warn(f"{lease!r} was dropped without a release", ResourceWarning, stacklevel=3)
+            warnings.warn(f"{lease!r} was garbage-collected without a release", ResourceWarning, stacklevel=3)
 
     async def close(self) -> None:
         """Release all leases and disconnect. Pending `acquire` calls raise PoolClosed."""

@@ -51,7 +51,7 @@ class _Message(pydantic.BaseModel):
 
 class _Acquire(_Message):
     request: Name
-    owner: Annotated[str, pydantic.StringConstraints(max_length=1000)] = "somebody"
+    owner: Annotated[str, pydantic.StringConstraints(max_length=1000)] = "unnamed"
     timeout: Seconds | None = None
     run: Annotated[str, pydantic.StringConstraints(max_length=1000)] = ""
     queue: bool = True

@@ -208,7 +208,7 @@ def edit(path: str, old: str, new: str) -> str:
     last = numbers[0] + new.count("\n") + 2
     lines = after.splitlines()[first - 1 : min(last, first + 30)]
     shown = "\n".join(f"{number:6}\t{line[:200]}" for number, line in enumerate(lines, first))
-    return f"{inside}: replaced at line {numbers[0]}. It reads now:\n{shown}"
+    return f"{inside}: replaced at line {numbers[0]}. It now reads:\n{shown}"
 
 
 def closest_match(old: str, text: str) -> str:
@@ -296,7 +296,7 @@ def undo(path: str | None) -> str:
             replace_file(name, before)
             del UNDO[at]
             return f"{name}: {'deleted again' if before is None else 'as it was before the last change'}"
-    raise Refused("there is nothing to undo" if path is None else f"there is no change of {path!r} to undo")
+    raise Refused("there is nothing to undo" if path is None else f"there is no change to {path!r} to undo")
 
 
 CALLS |= {"read": read, "write": write, "edit": edit, "list": list_folder, "grep": grep, "undo": undo}
