@@ -7,7 +7,6 @@ the user), or the suspended task (like `asyncio.run`, which cancels all remainin
 
 import asyncio
 import random
-import threading
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -109,8 +108,7 @@ def tasks_left() -> list[str]:
 
 def threads_busy() -> list[str]:
     """Return the names of the threads that are running a tool or a reward."""
-    calls = [t.name for t in threading.enumerate() if t.name.startswith("agentfly-call")]
-    return calls[len(threads._state.idle) :] + ["agentfly-sandbox" for worker in threads._state.workers if worker.busy]
+    return ["agentfly-call" for worker in threads._state.workers if worker.busy]
 
 
 # --- cancelled leases ----------------------------------------------------------------------------
