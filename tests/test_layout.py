@@ -16,7 +16,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     "_display",
     "errors seeds",
-    "types _async task_files",
+    "types _async",
+    "task_files",
     "chat tasks success batch pool sandboxes advantages losses _evidence",
     "tools policy _doctor",
     "rewards engines endpoint ppo",
