@@ -170,7 +170,7 @@ class Search:
         """Search the encyclopedia.
 
         Args:
-            query: what to look for.
+            query: the search terms.
         """
         if not query.strip():
             raise ToolError("give a query")

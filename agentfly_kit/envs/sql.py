@@ -130,10 +130,10 @@ class SQL(SandboxEnvironment):
 
     @tool(max_chars=4096)
     async def execute(self, query: str) -> ToolResult:
-        """Run a query on the database, and see its rows.
+        """Run a query on the database and show the resulting rows.
 
         Args:
-            query: one statement of SQL.
+            query: one SQL statement.
         """
         self.queries.append(query)
         result = await self._sandbox.run(query, timeout=self._seconds)
@@ -149,7 +149,7 @@ class SQL(SandboxEnvironment):
 
     @tool
     async def submit(self) -> str:
-        """Say that the rows of the last query are the answer."""
+        """Submit the rows of the last query as the answer."""
         self.done = True
         return "Submitted."
 
