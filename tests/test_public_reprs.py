@@ -188,9 +188,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
 ELSEWHERE = {
     "Endpoint": "belongs to the event loop of a chain; its repr is short",
     "Engine": "an abstract base class",
-    "RemotePool": "needs a server; a pool in all other respects",
     "VLLMEngine": "needs vLLM; its repr is tested with it",
-    "serve_pool": "a server; its repr is tested with it",
     "serve_vllm": "a server; its repr is tested with it",
     "RunMismatch": "an exception",
     "ToolError": "an exception",

@@ -19,7 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from numbers import Real
 from types import MappingProxyType
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args, overload
 
 from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
@@ -27,13 +27,15 @@ from pydantic_core import to_jsonable_python
 from agentfly_kit._async.pending_call import PendingCall, pending_call
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import ToolError, ToolSchemaError
-from agentfly_kit.pool.base import BasePool
 from agentfly_kit.sandboxes.result import SandboxResult
 from agentfly_kit.tools import function as functions
 from agentfly_kit.tools.context import Context, temporary_context
 from agentfly_kit.tools.injection import FunctionSet, InjectedFunction
 from agentfly_kit.tools.schema import Arguments, parse_docstring
 from agentfly_kit.types import Task, ToolCall, ToolResult
+
+if TYPE_CHECKING:
+    from agentfly_kit.pool.pool import Pool
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -545,7 +547,7 @@ class Rerun:
 
     tool: Tool[..., Any]
     task: Task
-    pools: tuple[weakref.ref[BasePool[Any]], ...]
+    pools: tuple[weakref.ref[Pool[Any]], ...]
 
     def __call__(self, call: ToolCall) -> Awaitable[ToolResult]:
         return PendingCall(f"{self.tool.name}.rerun()", lambda: self._run(call))
