@@ -21,7 +21,7 @@ from agentfly_kit.errors import LeaseRevoked, SandboxError, SettingsError
 from agentfly_kit.pool import environment as environments
 from agentfly_kit.pool.base import BasePool
 from agentfly_kit.pool.calls import call
-from agentfly_kit.tools import function as functions
+from agentfly_kit.tools.calling import call_user_function
 from agentfly_kit.types import Task
 
 S = TypeVar("S")
@@ -150,7 +150,7 @@ class Context(Displayable):
         sandbox_type = pool.sandbox_type
         given = environments.reset_arguments(sandbox_type, self.task, self.fields)
         limit: float | None = getattr(pool, "start_timeout", None)
-        outcome = await functions.call_user_function(environment.reset, given, timeout=limit)
+        outcome = await call_user_function(environment.reset, given, timeout=limit)
         if (error := outcome.error) is not None:
             what = f"{type(error).__name__}: {error}"
             raise SandboxError(f"{sandbox_type.__name__}.reset failed for task {self.task.id!r} ({what})") from error
