@@ -56,6 +56,8 @@ from agentfly_kit.rewards import Reward as Reward
 from agentfly_kit.rewards import Score as Score
 from agentfly_kit.rewards import overlong_penalty as overlong_penalty
 from agentfly_kit.rewards import reward as reward
+from agentfly_kit.samples import Sample as Sample
+from agentfly_kit.samples import Sampling as Sampling
 from agentfly_kit.sandboxes.files import FileSandbox as FileSandbox
 from agentfly_kit.sandboxes.grader import Grader as Grader
 from agentfly_kit.sandboxes.host.container import Container as Container
@@ -81,15 +83,13 @@ from agentfly_kit.trainer.loop import train as train
 from agentfly_kit.trainer.run_dir import Run as Run
 from agentfly_kit.trainer.runs import runs as runs
 from agentfly_kit.trainer.step import TrainStep as TrainStep
+from agentfly_kit.trajectories import Group as Group
+from agentfly_kit.trajectories import Row as Row
+from agentfly_kit.trajectories import Trajectory as Trajectory
 from agentfly_kit.types import Failure as Failure
-from agentfly_kit.types import Group as Group
-from agentfly_kit.types import Row as Row
-from agentfly_kit.types import Sample as Sample
-from agentfly_kit.types import Sampling as Sampling
 from agentfly_kit.types import Task as Task
 from agentfly_kit.types import ToolCall as ToolCall
 from agentfly_kit.types import ToolResult as ToolResult
-from agentfly_kit.types import Trajectory as Trajectory
 from agentfly_kit.types import Turn as Turn
 
 toolbox = _builtin

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from agentfly_kit.types import Task, ToolResult, Trajectory, Turn
+from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Task, ToolResult, Turn
 
 # Names of task fields that usually hold the reference answer.
 _ANSWERS = ("answer", "answers", "gold", "solution", "target", "expected", "ground_truth", "label")

@@ -16,7 +16,7 @@ from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.ppo.stats import Stats
-from agentfly_kit.types import UNSCORED_STOPS, Trajectory
+from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
 
 # A finding is serious if its `effect` is at least this value.
 SERIOUS = 0.5

@@ -15,8 +15,10 @@ from agentfly_kit.agent.request import GroupWorkers
 from agentfly_kit.agent.rollout import Rollout, RolloutDiff
 from agentfly_kit.agent.settings import task_list
 from agentfly_kit.errors import SettingsError
+from agentfly_kit.samples import Sampling
 from agentfly_kit.success import pass_at_k, success_interval
-from agentfly_kit.types import Sampling, Task, Trajectory
+from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Task
 
 
 @dataclass(frozen=True)

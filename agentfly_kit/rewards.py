@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, o
 from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable, printable, shorten
 from agentfly_kit.errors import RewardError, SettingsError, check_count
-from agentfly_kit.tools import function as functions
+from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.context import Context, Fields, temporary_context
 from agentfly_kit.tools.injection import FunctionSet, InjectedFunction, Injection
-from agentfly_kit.types import UNSCORED_STOPS, Failure, Trajectory, Turn
+from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
+from agentfly_kit.types import Failure, Turn
 
 if TYPE_CHECKING:
     from agentfly_kit.pool.pool import Pool
@@ -131,14 +132,14 @@ class Reward(Displayable, InjectedFunction[P, R]):
                 ) as arguments,
                 context.concurrency.rewards.slot(),
             ):
-                outcome = await functions.call_user_function(
+                outcome = await call_user_function(
                     self.function, arguments, timeout=self.timeout, convert=self._split_result
                 )
         except Exception as error:  # raised by a pool, or for a missing task field
-            outcome = functions.Outcome(error=error)
+            outcome = Outcome(error=error)
         score = Score(None, arguments=arguments, name=self.name, seconds=outcome.seconds)
         if outcome.error is not None:
-            return replace(score, error=functions.failure_from(f"reward {self.name}", outcome.error))
+            return replace(score, error=failure_from(f"reward {self.name}", outcome.error))
         reward, metrics, extras = outcome.value
         own = {} if reward is None else {self.name: reward}
         return replace(score, reward=reward, metrics=own | metrics, extras=extras)

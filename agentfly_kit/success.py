@@ -10,7 +10,8 @@ from typing import TypeAlias
 import numpy as np
 
 from agentfly_kit.errors import RewardError, SettingsError
-from agentfly_kit.types import Failure, Trajectory
+from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Failure
 
 # A minimum reward, the name of a metric, or a function of the scored trajectory; see `Agent(success=)`.
 SuccessRule: TypeAlias = float | str | Callable[[Trajectory], bool] | None

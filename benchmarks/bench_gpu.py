@@ -52,7 +52,7 @@ import torch
 from bench_sizes import TASK, make_batch, prompts, random_policy
 
 import agentfly_kit as af
-from agentfly_kit.types import TurnRequest
+from agentfly_kit.samples import TurnRequest
 
 PARTS = ("local", "vllm", "update", "ours", "trl")
 HAS_VLLM = importlib.util.find_spec("vllm") is not None

@@ -38,7 +38,8 @@ import torch
 import agentfly_kit as af
 from agentfly_kit.engines.local.kv_cache import KVCache
 from agentfly_kit.engines.local.sampling import sample_tokens
-from agentfly_kit.types import Task, TurnRequest
+from agentfly_kit.samples import TurnRequest
+from agentfly_kit.types import Task
 
 PROMPT, NEW, OBSERVATION = 28, 24, 12
 """Lengths in tokens, as in the calculator task."""

@@ -45,7 +45,8 @@ from bench_rollout import cpu_of_all
 
 import agentfly_kit as af
 from agentfly_kit.policy import forward
-from agentfly_kit.types import Task, TurnRequest
+from agentfly_kit.samples import TurnRequest
+from agentfly_kit.types import Task
 
 SIZES = {"1M": (128, 4), "5M": (256, 6), "40M": (576, 12), "150M": (1024, 14)}
 """Width and number of layers. The vocabulary has 4,096 tokens."""

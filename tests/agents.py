@@ -16,7 +16,7 @@ from recipes.calculator import tasks as calculator_tasks
 
 import agentfly_kit as af
 from agentfly_kit.rewards import reward
-from agentfly_kit.types import TurnRequest
+from agentfly_kit.samples import TurnRequest
 
 
 @af.tool

@@ -35,8 +35,8 @@ def test_a_traceback_shows_the_users_frames_only() -> None:
     short, _, verbose = plain.partition("=====")
     assert "SettingsError: temperature must be finite and at least 0 (0 is greedy), got -1" in short
     assert short.count("return af.Sampling(temperature=-1)") == 1
-    assert "types.py" not in short
-    assert "types.py" in verbose
+    assert "samples.py" not in short
+    assert "samples.py" in verbose
 
 
 def test_the_doctor_distinguishes_what_is_missing_from_what_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit import types
+from agentfly_kit import samples, trajectories, types
 from agentfly_kit.agent.progress import ChainHooks, ChainKey
 from agentfly_kit.batch.batch import Dropped
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = sorted((ROOT / "agentfly_kit").rglob("*.py")) + sorted((ROOT / "widgets").rglob("*.py"))
 PUBLIC = {name: getattr(af, name) for name in af._WHERE} | {
-    name: value for name, value in vars(types).items() if getattr(value, "__module__", "") == types.__name__
+    name: value
+    for module in (types, samples, trajectories)
+    for name, value in vars(module).items()
+    if getattr(value, "__module__", "") == module.__name__
 }
 DATACLASSES = {n: v for n, v in PUBLIC.items() if isinstance(v, type) and dataclasses.is_dataclass(v)}
 DATACLASSES |= {cls.__name__: cls for cls in (ChainHooks, ChainKey, Dropped)}  # values of public attributes

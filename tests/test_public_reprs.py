@@ -20,8 +20,8 @@ from agentfly_kit.batch.turn_data import TurnData
 from agentfly_kit.engines.fleet import FleetMember
 from agentfly_kit.envs.judging import Criterion, Judge, Judgement, Ranking, Rubric
 from agentfly_kit.pool.records import PoolEvent, PoolSnapshot, SandboxInfo
+from agentfly_kit.samples import Distribution, TurnRequest
 from agentfly_kit.sandboxes.grader import Grade, Verdict
-from agentfly_kit.types import Distribution, TurnRequest
 
 EVIL = "<script>alert(1)</script>" + "\u202e\ud800\x00\x1b[31m" + "x" * 10_000
 MANY = 20_000

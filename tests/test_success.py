@@ -15,7 +15,7 @@ import agentfly_kit as af
 from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.success import pass_at_k, sign_flip_test, success_interval
 from agentfly_kit.trainer.fingerprint import fingerprint
-from agentfly_kit.trainer.rollouts import RolloutSampler
+from agentfly_kit.trainer.sampling import RolloutSampler
 
 # --- the rule ------------------------------------------------------------------------------------
 

@@ -10,195 +10,34 @@ import asyncio
 import contextlib
 import contextvars
 import functools
-import html
 import inspect
-import json
 import sys
-import threading
-import time
 import uuid
 import weakref
 from collections.abc import Awaitable, Callable
-from decimal import ROUND_HALF_UP, Context, Decimal
 from pathlib import Path
 from typing import Any, ClassVar
 
 import anywidget
-import numpy as np
-import numpy.typing as npt
 import traitlets
 from ipywidgets import widget_serialization
 from ipywidgets.widgets.widget import _instances
 
-from agentfly_kit.integrations.html import escape_control_chars as escape_control_chars
-
+from ._format import sendable
 from ._saved import WIDGET_MIME, current_cell, forget_output, is_headless, update_after_each_cell
+from ._throttle import Throttle
 
 HERE = Path(__file__).parent
 # Maximum size of a view's static HTML in bytes, so that a notebook with many views stays under a megabyte.
 STATIC_LIMIT = 100_000
 # Minimum number of seconds between two updates of the picture saved in a notebook.
 _PICTURE_SECONDS = 2.0
-# Tooltip shown by all views that display success.
-SUCCESS_RULE = (
-    "A chain succeeds if its metric 'success' is not 0; Agent(success=) or a reward records it. Without this metric, "
-    "it succeeds if its reward is at least 1."
-)
 
 
 def source(stem: str, suffix: str) -> str:
     """Join the shared source file and the file of the widget `stem`, because widgets cannot import other files."""
     parts = [HERE / f"_shared.{suffix}", HERE / f"{stem}.{suffix}"]
     return "\n".join(path.read_text(encoding="utf-8") for path in parts if path.exists())
-
-
-# --- formatting of numbers and text --------------------------------------------------------------
-
-
-def pack(values: npt.ArrayLike) -> dict[str, bytes]:
-    """Encode numbers as float32 bytes plus a bit mask of the values present. NaN in the input marks a missing value.
-
-    The mask is needed because JSON cannot represent NaN, and a missing number must not become 0.
-    """
-    array = np.asarray(values, dtype=np.float32).ravel()
-    present = ~np.isnan(array)
-    return {
-        "values": np.where(present, array, np.float32(0)).astype("<f4").tobytes(),
-        "present": np.packbits(present, bitorder="little").tobytes(),
-    }
-
-
-def number(value: float | None) -> str:
-    """Format a number for display. A missing number becomes a dash."""
-    if value is None or np.isnan(value):
-        return "–"
-    if np.isinf(value):
-        return "∞" if value > 0 else "−∞"
-    if value == 0:
-        return "0"
-    if 1e-4 <= abs(value) < 1e6:
-        text = format(_round(value, 4), "f")
-        return (text.rstrip("0").rstrip(".") if "." in text else text).replace("-", "−")
-    mantissa, _, exponent = f"{_round(value, 3):.2e}".partition("e")
-    return f"{mantissa}e{int(exponent)}".replace("-", "−")
-
-
-def _round(value: float, digits: int) -> Decimal:
-    """Round to significant digits, with halves rounded up as in JavaScript: 21.125 becomes 21.13, not 21.12."""
-    return Context(prec=digits, rounding=ROUND_HALF_UP).create_decimal_from_float(float(value))
-
-
-def sparkline(values: npt.ArrayLike, width: int = 24) -> str:
-    """Draw a curve as text, from ▁ (lowest) to █ (highest), with a dot where no value is finite.
-
-    Unlike images, text is not removed by hosts such as GitHub. Longer curves are averaged to `width` characters.
-    """
-    array = np.asarray(values, np.float64).ravel()
-    parts = [part[np.isfinite(part)] for part in np.array_split(array, max(1, min(width, len(array))))]
-    means = [float(part.mean()) if len(part) else np.nan for part in parts]
-    low, high = (np.nanmin(means), np.nanmax(means)) if np.isfinite(means).any() else (0.0, 0.0)
-    step = (high - low) / 7 or 1.0
-    return "".join("·" if np.isnan(mean) else "▁▂▃▄▅▆▇█"[round((mean - low) / step)] for mean in means)
-
-
-def count(n: int, noun: str, plural: str = "") -> str:
-    """Format a count with its noun: "1 token", "2,000 tokens"."""
-    return f"{n:,} {noun if n == 1 else plural or f'{noun}s'}"
-
-
-def tag(name: str, *content: str, **attributes: str) -> str:
-    """Return an HTML element. Attributes are escaped; content must be HTML, so pass text through `escape` first."""
-    inside = "".join(f' {key}="{html.escape(value, quote=True)}"' for key, value in attributes.items())
-    return f"<{name}{inside}>{''.join(content)}</{name}>"
-
-
-def escape(text: str) -> str:
-    """Escape text for HTML. Lone surrogates, which UTF-8 cannot encode, become escape sequences."""
-    safe = "".join(f"\\u{ord(ch):04x}" if 0xD800 <= ord(ch) <= 0xDFFF else ch for ch in text)
-    return html.escape(safe.replace("\x00", "␀"), quote=True)
-
-
-def sendable(text: str) -> str:
-    """Replace lone surrogates with escape sequences, so that every JSON and UTF-8 encoder accepts the text."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
-
-
-def json_text(value: Any) -> str:
-    """Return readable JSON. Non-ASCII characters are escaped only if the value contains lone surrogates."""
-    text = json.dumps(value, ensure_ascii=False, default=str)
-    return text if text == sendable(text) else json.dumps(value, default=str)
-
-
-def shared_prefix(names: list[str]) -> int:
-    """Return the length of the common prefix of all names up to its last ":" or "-", such as "rollout-0:calc-"."""
-    if len(names) < 2:
-        return 0
-    first, last = min(names), max(names)  # the common prefix of min and max is common to all
-    n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
-    return max(first.rfind(":", 0, n), first.rfind("-", 0, n)) + 1
-
-
-# --- rate limiting -------------------------------------------------------------------------------
-
-
-class Throttle:
-    """Rate limiter that calls `send` at most once every `seconds` seconds, and always after the last `schedule` call.
-
-    `schedule` may be called from any thread, thousands of times per second. If the thread has a running event loop,
-    `send` is called on that loop, so that no record changes during the call; otherwise a timer thread calls `send`.
-    """
-
-    def __init__(self, send: Callable[[], None], seconds: float = 0.1) -> None:
-        self.send = send
-        self.seconds = seconds
-        self.sent = 0
-        self._lock = threading.Lock()
-        self._next = 0.0
-        self._planned: float | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._closed = False
-
-    def schedule(self) -> None:
-        with self._lock:
-            now = time.monotonic()
-            if self._closed or (self._planned is not None and not self._stuck(now)):
-                return
-            try:
-                loop = asyncio.get_running_loop() if self._planned is None else None
-            except RuntimeError:
-                loop = None
-            delay = max(0.0, self._next - now)
-            self._planned, self._loop = now + delay, loop
-            if loop is not None:
-                loop.call_later(delay, self._fire)
-                return
-        timer = threading.Timer(delay, self._fire)
-        timer.daemon = True
-        timer.start()
-
-    def _stuck(self, now: float) -> bool:
-        """Return True if the event loop that should make the planned call is closed, stopped or blocked by a cell."""
-        loop = self._loop
-        if loop is None or self._planned is None:
-            return False
-        return loop.is_closed() or not loop.is_running() or now > self._planned + 2 * self.seconds + 0.2
-
-    def _fire(self) -> None:
-        with self._lock:
-            if self._closed or self._planned is None:
-                return
-            # Reset before sending, so that a change during `send` plans another call and the last state is always sent.
-            self._planned = None
-            self._next = time.monotonic() + self.seconds
-        self.sent += 1
-        self.send()
-
-    def close(self) -> None:
-        with self._lock:
-            self._closed = True
-
-
-# --- views ---------------------------------------------------------------------------------------
 
 
 class Static:

@@ -7,8 +7,10 @@ import math
 from collections import Counter
 from typing import Any
 
-from ._base import count, escape, escape_control_chars, number, sendable, tag
+from agentfly_kit.integrations.html import escape_control_chars
+
 from ._chain_code import result_text
+from ._format import count, escape, number, sendable, tag
 from ._tokens import visible
 
 # Maximum number of characters shown per text.
@@ -59,10 +61,8 @@ def chain_state(chains: list[Any], at: int, doing: str, again: bool, spare: bool
         where = "busy in a cell"
     elif chain.stop:
         where = f"stopped: {chain.stop}"
-    elif chain.pending_calls:
-        where = "waiting for its tools"
     else:
-        where = "waiting for an action"
+        where = f"waiting for {'its tools' if chain.pending_calls else 'an action'}"
     return {
         "id": sendable(chain.id),
         "task": sendable(chain.task.id),

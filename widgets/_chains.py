@@ -7,8 +7,11 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from ._base import Opener, escape_control_chars, sendable
+from agentfly_kit.integrations.html import escape_control_chars
+
+from ._base import Opener
 from ._chain_code import _named
+from ._format import sendable
 from ._selection import Trajectories
 from .chain_stepper import ChainStepper
 from .token_view import TokenView
@@ -96,8 +99,7 @@ class ChainsView(Opener):
     def _do_chain_stepper(self, _: Any) -> None:
         agent = self._agent_for()
         if agent is None:
-            name = type(self).__name__
-            raise ValueError(f"pass agent= to open chains in the stepper: w.{name}(..., agent=agent)")
+            raise ValueError(f"pass agent= to open chains in the stepper: w.{type(self).__name__}(..., agent=agent)")
         self._show_below(ChainStepper(agent, self._trajectory(self._picked_id())))
 
     def _do_chain_code(self, _: Any) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ._base import sendable
 from ._chain_code import _named
+from ._format import sendable
 
 Columns = dict[str, npt.NDArray[np.float32]]
 # States in which a run can be paused and stopped.

@@ -11,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from agentfly_kit.errors import suggest_keyword
+from agentfly_kit.integrations.html import escape_control_chars
 
-from ._base import SUCCESS_RULE, escape_control_chars, sendable
 from ._curves import Source
+from ._format import SUCCESS_RULE, sendable
 
 
 @dataclass(frozen=True)

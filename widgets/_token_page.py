@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ._base import count, escape, number, sendable, tag
+from ._format import count, escape, number, sendable, tag
 from ._tokens import Row, visible
 
 # The colours are translucent, so that text stays readable in light and dark themes.

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ._base import count
+from ._format import count
 
 Floats = npt.NDArray[np.float32]
 

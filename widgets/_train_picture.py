@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ._base import escape, number, sparkline, tag
 from ._curves import Source
+from ._format import escape, number, sparkline, tag
 
 _INKS = ("#0b5fa5", "#a8430a", "#17683f", "#74369a", "#57606a", "#b3261e")
 _DASHES = ("", "6 3", "2 3", "8 3 2 3", "1 2", "10 4")

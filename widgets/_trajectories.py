@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ._base import SUCCESS_RULE, escape_control_chars, pack, shared_prefix
+from agentfly_kit.integrations.html import escape_control_chars
+
 from ._chains import chain_label, is_hash
+from ._format import SUCCESS_RULE, pack, shared_prefix
 from ._tokens import is_trajectory
 
 OUTCOMES = ("success", "failed", "unscored", "dropped")

@@ -13,10 +13,12 @@ import traitlets
 
 from agentfly_kit.errors import SandboxError
 
-from ._base import Opener, Throttle, count, number, sendable
+from ._base import Opener
 from ._chain_code import code
 from ._chain_page import allowed_operations, chain_state, histogram, page
+from ._format import count, number, sendable
 from ._selection import Trajectories
+from ._throttle import Throttle
 from ._tokens import visible
 
 # Maximum number of samples drawn per click.

@@ -17,8 +17,9 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from ._base import LiveView, count, escape, sendable, tag
+from ._base import LiveView
 from ._chain_code import _named
+from ._format import count, escape, sendable, tag
 from ._tokens import some
 
 # One symbol per state, so that states can be distinguished without colour.
@@ -265,10 +266,7 @@ class PoolView(LiveView):
         return f"PoolView({self._state['sandbox_type']} {_counts(c)}, size {c['size']})"
 
     def _static(self) -> str:
-        if self.record is not None:
-            state = self._seen_now(self.record)
-        else:
-            state = {**self._state, "gone": True}
+        state = {**self._state, "gone": True} if self.record is None else self._seen_now(self.record)
         return _page(state, self._points)
 
 

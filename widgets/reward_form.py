@@ -15,9 +15,9 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from ._base import SUCCESS_RULE, count, escape, number, sendable, shared_prefix, tag
 from ._chain_code import _named
 from ._chains import ChainsView, chain_label
+from ._format import SUCCESS_RULE, count, escape, number, sendable, shared_prefix, tag
 
 # Maximum number of rows in the table on the page; `to_frame()` returns all rows.
 _ROWS = 200
@@ -145,12 +145,12 @@ class RewardForm(ChainsView):
     def _redefined(self) -> None:
         """If rewards were redefined in a cell, switch to their new definitions and re-score the trajectories."""
         from agentfly_kit.rewards import RewardSet
-        from agentfly_kit.tools import function as functions
+        from agentfly_kit.tools.inspection import current_definition
 
         if (self._seen and not self._pages) or not self.reward.redefined():
             return
         names = set(self.reward.redefined())
-        self.reward = RewardSet(functions.current_definition(r.function) if r.name in names else r for r in self.reward)
+        self.reward = RewardSet(current_definition(r.function) if r.name in names else r for r in self.reward)
         self._start()
 
     def _do_score(self, value: Any) -> None:

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 import numpy as np
 import traitlets
 
-from ._base import LiveView, count, escape, number, pack, sendable, shared_prefix, tag
+from ._base import LiveView
 from ._chain_code import _named
 from ._chains import ChainsView
+from ._format import count, escape, number, pack, sendable, shared_prefix, tag
 
 STATES = ("queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled")
 # The page shows a chain in state "done" as "succeeded", "done" (no success) or "unscored" (no reward).

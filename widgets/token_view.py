@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 import numpy as np
 import traitlets
 
-from ._base import View, count, number, pack, sendable
+from ._base import View
+from ._format import count, number, pack, sendable
 from ._token_page import page
 from ._tokens import (
     ALIASES,

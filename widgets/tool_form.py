@@ -12,7 +12,8 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from ._base import Opener, count, escape, json_text, number, sendable, tag
+from ._base import Opener
+from ._format import count, escape, json_text, number, sendable, tag
 from .chain_stepper import ChainStepper
 
 # Maximum number of results kept.

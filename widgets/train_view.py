@@ -10,9 +10,12 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from ._base import LiveView, escape_control_chars, number, pack, sendable, shared_prefix
+from agentfly_kit.integrations.html import escape_control_chars
+
+from ._base import LiveView
 from ._chains import ChainsView
 from ._curves import Source
+from ._format import number, pack, sendable, shared_prefix
 from ._panels import EVAL_METRIC, METRIC, compute, default_panels, describe, make_panels, metric_names
 from ._train_picture import first_number, last_number, page, step_range
 

@@ -9,10 +9,13 @@ from typing import Any, ClassVar
 import numpy as np
 import traitlets
 
-from ._base import Opener, count, escape, escape_control_chars, number, sendable, tag
+from agentfly_kit.integrations.html import escape_control_chars
+
+from ._base import Opener
 from ._chain_code import _named
 from ._chain_page import call_state
 from ._chains import cell_of
+from ._format import count, escape, number, sendable, tag
 from ._selection import Trajectories
 from ._tokens import some
 from ._trajectories import (

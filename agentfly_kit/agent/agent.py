@@ -12,7 +12,8 @@ from agentfly_kit.agent.request import GroupWorkers, RolloutRequest
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import AgentSettings, task_list
 from agentfly_kit.errors import SettingsError, checks_keywords
-from agentfly_kit.types import Task, Trajectory
+from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Task
 
 if TYPE_CHECKING:
     from agentfly_kit.agent.branching import Branch

@@ -34,8 +34,10 @@ from agentfly_kit.agent.turns import (
 )
 from agentfly_kit.errors import EngineError, SettingsError, check_count
 from agentfly_kit.rewards import Score
+from agentfly_kit.samples import Sample, Sampling, TurnRequest
 from agentfly_kit.success import record_success
-from agentfly_kit.types import UNSCORED_STOPS, Failure, Sample, Sampling, ToolCall, Trajectory, Turn, TurnRequest
+from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
+from agentfly_kit.types import Failure, ToolCall, Turn
 
 
 class BaseChain(ChainState):

@@ -25,7 +25,9 @@ from agentfly_kit.agent.turns import (
     token_fields,
 )
 from agentfly_kit.errors import SettingsError, check_count
-from agentfly_kit.types import Distribution, Message, Task, ToolResult, Trajectory, Turn, normalize_messages
+from agentfly_kit.samples import Distribution
+from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Message, Task, ToolResult, Turn, normalize_messages
 
 
 class Chain(LoopChain):

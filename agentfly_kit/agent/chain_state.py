@@ -22,16 +22,8 @@ from agentfly_kit.agent.turns import encode_observation, label, observation_turn
 from agentfly_kit.errors import LeaseRevoked, SettingsError
 from agentfly_kit.rewards import Score
 from agentfly_kit.tools.context import Context
-from agentfly_kit.types import (
-    BUDGET_STOPS,
-    Failure,
-    Message,
-    Task,
-    ToolCall,
-    ToolResult,
-    Trajectory,
-    Turn,
-)
+from agentfly_kit.trajectories import BUDGET_STOPS, Trajectory
+from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn
 
 _sessions = itertools.count()  # numbers the KV cache sessions; seeds do not depend on it
 

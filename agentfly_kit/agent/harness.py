@@ -31,11 +31,12 @@ from agentfly_kit.agent.turns import encode_long, label, text_fields, token_fiel
 from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.endpoint.reply import ChainEnded, Reply, ReplyCall, RequestError
 from agentfly_kit.errors import ChatTemplateError, SettingsError, suggest_keyword
+from agentfly_kit.samples import Sample, Sampling
+from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.context import Context, Fields
-from agentfly_kit.tools.function import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.injection import InjectedFunction
-from agentfly_kit.tools.tool import to_text
-from agentfly_kit.types import Failure, Message, Sample, Sampling, Task, ToolCall, ToolResult, Turn
+from agentfly_kit.tools.results import to_text
+from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn
 
 # Maximum time in seconds to wait for a cancelled harness to clean up.
 _CANCEL_SECONDS = 5.0

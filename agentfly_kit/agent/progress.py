@@ -12,7 +12,8 @@ from agentfly_kit import seeds
 from agentfly_kit._async.listeners import Listeners
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.budget import BudgetUsage
-from agentfly_kit.types import Task, Trajectory, Turn
+from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Task, Turn
 
 
 @dataclass(frozen=True)

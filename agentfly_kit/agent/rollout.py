@@ -21,7 +21,8 @@ from agentfly_kit.errors import SettingsError
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.success import SuccessRule, check_success_rule, record_success, sign_flip_test
 from agentfly_kit.tools.context import Context
-from agentfly_kit.types import UNSCORED_STOPS, Group, Task, Trajectory, get_chain
+from agentfly_kit.trajectories import UNSCORED_STOPS, Group, Trajectory, get_chain
+from agentfly_kit.types import Task
 
 if TYPE_CHECKING:
     import pandas as pd

@@ -20,7 +20,9 @@ from typing import Any
 from uuid import UUID
 
 from agentfly_kit.errors import RunError
-from agentfly_kit.types import Failure, Sampling, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentfly_kit.samples import Sampling
+from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Failure, Task, ToolCall, ToolResult, Turn
 
 _FORMAT = "agentfly_kit.rollout"
 # Highest format version. Version 3 is written if tasks have values that JSON lacks, version 2 if a trajectory has

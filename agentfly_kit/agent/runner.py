@@ -27,7 +27,8 @@ from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import encode_long, prompt_turn
 from agentfly_kit.errors import NotAwaited, PoolTimeout, RewardError
 from agentfly_kit.success import record_success
-from agentfly_kit.types import UNSCORED_STOPS, Failure, Group, Task, Trajectory, Turn
+from agentfly_kit.trajectories import UNSCORED_STOPS, Group, Trajectory
+from agentfly_kit.types import Failure, Task, Turn
 
 if TYPE_CHECKING:
     from agentfly_kit.agent.branching import BranchGroup

@@ -14,9 +14,11 @@ from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import SettingsError, TaskError, check_accepts, check_count, check_types
 from agentfly_kit.pool.environment import is_environment, reset_arguments
 from agentfly_kit.rewards import RewardSet
+from agentfly_kit.samples import Sampling
 from agentfly_kit.success import SuccessRule, check_success_rule
 from agentfly_kit.tools.tool import ToolSet
-from agentfly_kit.types import Group, Message, Sampling, Task, Trajectory
+from agentfly_kit.trajectories import Group, Trajectory
+from agentfly_kit.types import Message, Task
 
 _CONCURRENCY = ("max_concurrent_requests", "max_concurrent_tools", "max_concurrent_rewards")
 

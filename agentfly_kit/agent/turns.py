@@ -12,7 +12,8 @@ from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.chat.formats import Parsed
 from agentfly_kit.errors import AlignmentError
-from agentfly_kit.types import Alternatives, Message, Sample, Sampling, ToolCall, Turn, normalize_messages
+from agentfly_kit.samples import Sample, Sampling
+from agentfly_kit.types import Alternatives, Message, ToolCall, Turn, normalize_messages
 
 # Number of characters above which messages are encoded in a thread; on the event loop, they would delay other chains.
 _LONG = 50_000

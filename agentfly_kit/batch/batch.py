@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import AlignmentError, BatchError, check_shape
-from agentfly_kit.types import Row, Trajectory
+from agentfly_kit.trajectories import Row, Trajectory
 
 # Fields of `Batch` with one value per row, shape (B,).
 _ROW_FIELDS = ("rewards", "groups", "trajectory_index", "row_index", "temperatures", "lengths", "truncated")

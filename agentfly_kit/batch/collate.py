@@ -24,7 +24,7 @@ from agentfly_kit.errors import (
     check_choice,
     checks_keywords,
 )
-from agentfly_kit.types import UNSCORED_STOPS, Row, Trajectory
+from agentfly_kit.trajectories import UNSCORED_STOPS, Row, Trajectory
 
 TruncationMode = Literal["score", "mask", "bootstrap", "penalty"]
 AdvantagePer = Literal["trajectory", "row"]

@@ -12,7 +12,7 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.types import Group, Trajectory
+from agentfly_kit.trajectories import Group, Trajectory
 
 Filter = Callable[..., str | None]
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import AlignmentError, BatchError
-from agentfly_kit.types import Trajectory
+from agentfly_kit.trajectories import Trajectory
 
 _turn_content = operator.attrgetter("kind", "author", "ids", "sampled", "logprobs", "seed")
 

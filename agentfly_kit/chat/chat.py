@@ -10,20 +10,20 @@ import functools
 import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
-from agentfly_kit._display import Displayable, printable
+from agentfly_kit._display import Displayable
 from agentfly_kit.chat import formats
-from agentfly_kit.chat.template import FollowingRole, Template, common_prefix_length, unused_marker
+from agentfly_kit.chat.template import FollowingRole, Template, unused_marker
 from agentfly_kit.errors import ChatTemplateError, SettingsError
 from agentfly_kit.seeds import digest
-from agentfly_kit.types import Message, Row, Schemas, ToolCall, Trajectory, normalize_messages
+from agentfly_kit.trajectories import Row, Trajectory
+from agentfly_kit.types import Message, Schemas, ToolCall, normalize_messages
 
-__all__ = ["Chat", "ChatReport", "Drift", "check"]
+if TYPE_CHECKING:
+    from agentfly_kit.chat.drift import Drift
 
 History: TypeAlias = Literal["exact", "append", "rerender"]
-Cause: TypeAlias = Literal["none", "template", "re-tokenisation", "other"]
 
 # Maximum number of entries in each cache of encoded messages or decoded ids.
 _CACHE_SIZE = 1024
@@ -246,8 +246,7 @@ class Chat(Displayable):
 
     def append_violation(self, following: FollowingRole) -> str:
         """Return why tool results or user messages cannot be appended without changing earlier text; "" if they can."""
-        kind = "user" if following == "tool" and self._results_as_user else following
-        return self.template.append_violation(kind)
+        return self.template.append_violation("user" if self._results_as_user else following)
 
     def needs_rerender(self, messages: Sequence[Message]) -> bool:
         """Return True if history="rerender" and `messages` cannot be appended exactly."""
@@ -427,41 +426,9 @@ class Chat(Displayable):
             AlignmentError: for a trajectory with several rows; pass one of them, such as `trajectory.rows[0]`.
             SettingsError: if the row has no token ids.
         """
-        row = trajectory if isinstance(trajectory, Row) else trajectory._only_row("turns")
-        if not row.exact:
-            raise SettingsError("this trajectory has no token ids, because its engine is text-only")
-        ids = row.ids.tolist()
-        token_texts, text = self.token_texts(ids), self.text(ids)
-        # Observations after the last action have no ids, because they were never sent to the engine.
-        given = [turn for turn in row.turns if turn.ids]
-        messages = [message for turn in given for message in turn.messages]
-        try:
-            shown = self._prepare(messages, row.tools)
-            again_text = self.template.render(*shown, generate=not (given and given[-1].kind in ("action", "forced")))
-        except ChatTemplateError as error:
-            return Drift("other", 0, len(ids), "prompt, turn 0", token_texts[:6], (), "", str(error))
-        again = self.encode(again_text)
-        again_texts = self.token_texts(again)
-        index = common_prefix_length(ids, again)
-        if index == len(ids):  # ids after the end of the row are not drift, because a row ends with an action
-            return Drift("none", index, len(ids))
-        begin = len("".join(token_texts[:index]))
-        end = begin + max(len(token_texts[index]), len("".join(again_texts[index : index + 1])))
-        row_tokens, encoded_tokens = token_texts[index : index + 6], again_texts[index : index + 6]
-        cause: Cause
-        if "\ufffd" in text:  # character positions are undefined if tokens contain incomplete characters
-            cause, why = "other", "the row holds bytes that are not valid UTF-8, so no text encodes to its tokens"
-        elif common_prefix_length(text, again_text) >= min(end, len(text)):
-            cause = "re-tokenisation"
-            why = f"the same text is tokenized differently: {list(row_tokens[:3])} became {list(encoded_tokens[:3])}"
-        else:
-            cause = "template"
-            why = f"{text[begin : begin + 24]!r} is written as {again_text[begin : begin + 24]!r}"
-        ends = itertools.accumulate(len(turn.ids or ()) for turn in row.turns)
-        number = next(i for i, end in enumerate(ends) if index < end)
-        turn = f"{row.turns[number].kind}, turn {number}"
-        before = "".join(token_texts[max(0, index - 8) : index])
-        return Drift(cause, index, len(ids), turn, row_tokens, encoded_tokens, before, why)
+        from agentfly_kit.chat.drift import find_drift
+
+        return find_drift(self, trajectory if isinstance(trajectory, Row) else trajectory._only_row("turns"))
 
     def __repr__(self) -> str:
         stops = ", ".join(repr(p) for p in self.token_texts(self.stop_ids))
@@ -473,115 +440,3 @@ def _following_roles(messages: Sequence[Message]) -> list[FollowingRole]:
     """Return "tool" and "user" in the order in which they first occur. All roles other than "tool" count as "user"."""
     roles: list[FollowingRole] = ["tool" if message["role"] == "tool" else "user" for message in messages]
     return list(dict.fromkeys(roles))
-
-
-@dataclass(frozen=True)
-class Drift(Displayable):
-    """First token at which a row differs from its re-encoded text. `bool(drift)` tells whether there is a difference.
-
-    Attributes:
-        cause: "template" if the template renders different text, "re-tokenisation" if the same text is split into
-            different tokens, "other" if the tokens do not decode to valid text or the template rejects the
-            conversation, and "none" if there is no drift.
-        index: Index of the first differing token in the row, or the length of the row if no token differs.
-        tokens: Number of tokens of the row.
-        turn: Kind and index of the turn that contains the token.
-        row_tokens: Up to six tokens of the row, starting at `index`.
-        encoded_tokens: Up to six tokens of the re-encoded text, starting at `index`.
-        before: Common text just before the difference.
-        why: Explanation of the cause.
-    """
-
-    cause: Cause
-    index: int
-    tokens: int
-    turn: str = ""
-    row_tokens: tuple[str, ...] = ()
-    encoded_tokens: tuple[str, ...] = ()
-    before: str = ""
-    why: str = ""
-
-    def __bool__(self) -> bool:
-        return self.cause != "none"
-
-    def __repr__(self) -> str:
-        if not self:
-            return f"Drift(none in {self.tokens} tokens)"
-        return printable(f"Drift({self.cause} at token {self.index} of {self.tokens}, {self.turn}: {self.why})")
-
-
-@dataclass(frozen=True)
-class ChatReport(Displayable):
-    """Properties of a chat template, as reported by `check`.
-
-    Attributes:
-        name: Name of the tokenizer.
-        exact: True if tool results and user messages can be appended without changing earlier text.
-        tool_results: "exact", or the reason why tool results cannot be appended.
-        user_messages: "exact", or the reason why a user message after an answer cannot be appended.
-        tool_role: Role in which tool results are rendered.
-        tools: True if the template renders tool schemas; otherwise the prompt contains the instructions of the format.
-        format: Name of the format that parses calls rendered by the template, or "".
-        stop: Token that ends an answer.
-        stops: All tokens that end an action.
-        generation_prompt: Text before the first token of the assistant, in which some templates open or close thinking.
-        boundary: Text between the last character of an action and the first character of a tool result.
-        thinking: Earlier thinking in rendered history: "kept", "kept until a user speaks", "dropped" or "unknown".
-        whitespace: Whether rendered history keeps whitespace around answers: "kept" or "trimmed". Rows always keep it.
-    """
-
-    name: str
-    exact: bool
-    tool_results: str
-    user_messages: str
-    tool_role: str
-    tools: bool
-    format: str
-    stop: str
-    stops: tuple[str, ...]
-    generation_prompt: str
-    boundary: str
-    thinking: str
-    whitespace: str
-
-    def __repr__(self) -> str:
-        violations = f"tool: {self.tool_results}; user: {self.user_messages}"
-        return f"ChatReport({self.name!r}, {'exact' if self.exact else violations})"
-
-
-def check(tokenizer: Any, **settings: Any) -> ChatReport:
-    """Analyze a chat template.
-
-    Args:
-        tokenizer: a tokenizer or a `Chat`.
-        **settings: arguments of `Chat`.
-
-    Returns:
-        A report, shown as a table in notebooks.
-
-    Raises:
-        ChatTemplateError: if no `Chat` can be created.
-    """
-    chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer, **settings)
-    template = chat.template
-    tool, user = chat.append_violation("tool"), chat.append_violation("user")
-    adapted = chat._adapt_messages([{"role": "tool", "name": "probe", "tool_call_id": "call-0", "content": "qztoolzq"}])
-    try:
-        boundary = template.text_after_action(adapted).partition("qztoolzq")[0]
-    except ChatTemplateError:
-        boundary = ""
-    return ChatReport(
-        name=template.name,
-        exact=not tool and not user,
-        tool_results=tool or "exact",
-        user_messages=user or "exact",
-        tool_role="user" if chat._results_as_user else "tool",
-        tools=template.shows_tools,
-        format=chat.detected_format.name if chat.detected_format else "",
-        stop=chat.token_texts(chat.stop_ids)[0],
-        stops=chat.token_texts(chat.stop_ids),
-        generation_prompt=template.opening(),
-        boundary=boundary,
-        thinking=template.thinking_kept(),
-        whitespace="kept" if template.whitespace_kept() else "trimmed",
-    )

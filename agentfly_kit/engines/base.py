@@ -9,7 +9,7 @@ from typing import Any, Literal
 from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import EngineError, SettingsError
-from agentfly_kit.types import Sample, Sampling, TurnRequest
+from agentfly_kit.samples import Sample, Sampling, TurnRequest
 
 
 class Engine(Displayable, ABC):

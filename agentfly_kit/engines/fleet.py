@@ -17,8 +17,8 @@ from agentfly_kit._display import Displayable, short_repr
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.errors import EngineError
-from agentfly_kit.policy.forward import single_torch_thread
-from agentfly_kit.types import Sample, Sampling, TurnRequest
+from agentfly_kit.policy.cpu import single_torch_thread
+from agentfly_kit.samples import Sample, Sampling, TurnRequest
 
 # Number of prompt tokens and of sampled tokens in a check of an engine's weights. The prompt is longer than a block of
 # vLLM's prefix cache, so that the check also detects outdated blocks.

@@ -16,12 +16,14 @@ from collections.abc import Sequence
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
+from agentfly_kit._display import shorten
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.chat.text_chat import TextChat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.http import SERVE_COMMAND, Refused, RetryingClient
 from agentfly_kit.errors import EngineError, SettingsError, check_count, check_positive
-from agentfly_kit.types import Message, Sample, Sampling, ToolCall, TurnRequest
+from agentfly_kit.samples import Sample, Sampling, TurnRequest
+from agentfly_kit.types import Message, ToolCall
 
 # Sampling from the unmodified distribution.
 _NEUTRAL = {
@@ -293,14 +295,14 @@ class OpenAIEngine(Engine):
             out = tuple(int(i) for i in choice["token_ids"])
             logprobs = tuple(float(lp) for lp in choice["logprobs"]["token_logprobs"])
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise EngineError(f"{self.base_url} returned no token ids or no logprobs: {_shortened(answer)}") from error
+            raise self._unusable("no token ids or no logprobs", answer) from error
         self.sampled += len(out)
         by_text = isinstance(choice.get("stop_reason"), str)
         stop: Any = {"stop": "string" if by_text else "stop", "abort": "abort"}.get(choice["finish_reason"], "length")
         return Sample(
             ids=out,
             logprobs=logprobs,
-            entropies=None,  # entropy needs all logprobs, and the server returns only the highest
+            entropies=None,
             stop=stop,
             versions=(version,) * len(out),
             seconds=time.perf_counter() - began,
@@ -354,11 +356,10 @@ class OpenAIEngine(Engine):
             calls = tuple(_parse_tool_call(call, i) for i, call in enumerate(message.get("tool_calls") or ()))
             fields = [name for name in ("reasoning_content", "reasoning") if isinstance(message.get(name), str)]
         except (KeyError, IndexError, TypeError, AttributeError) as error:
-            raise EngineError(f"{self.base_url} returned no chat completion: {_shortened(answer)}") from error
+            raise self._unusable("no chat completion", answer) from error
         if fields:
             self._thinking_field = fields[0]
-        used = answer.get("usage") or {}
-        self.sampled += int(used.get("completion_tokens") or 0)
+        self.sampled += int((answer.get("usage") or {}).get("completion_tokens") or 0)
         return Sample(
             ids=None,
             logprobs=None,
@@ -396,7 +397,7 @@ class OpenAIEngine(Engine):
                 raise ValueError("a logprob is not finite")
             return tuple(scored)
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise EngineError(f"{self.base_url} returned no logprobs of the given ids: {_shortened(answer)}") from error
+            raise self._unusable("no logprobs of the given ids", answer) from error
 
     async def check_teacher(self, chat: Chat, length: int) -> None:
         await self._read_length()
@@ -405,8 +406,8 @@ class OpenAIEngine(Engine):
                 f"teacher must have a context of at least the engine's {length} tokens, got {self.max_length}"
             )
         ids = list(range(len(chat.tokenizer)))
-        body = {"model": self.model, "tokens": ids}
-        answer = await self._request_or_empty("POST", f"{self.base_url.removesuffix('/v1')}/detokenize", body)
+        root, body = self.base_url.removesuffix("/v1"), {"model": self.model, "tokens": ids}
+        answer = await self._request_or_empty("POST", f"{root}/detokenize", body)
         if answer.get("prompt") != chat.tokenizer.decode(ids):
             raise SettingsError(
                 f"teacher must have the vocabulary of the policy, whose token ids it scores, but /detokenize of "
@@ -447,6 +448,9 @@ class OpenAIEngine(Engine):
         self, method: str, path: str, body: dict[str, Any] | None = None, *, retries: int | None = None
     ) -> dict[str, Any]:
         return await self.http.request(method, path, body, retries=retries)
+
+    def _unusable(self, what: str, answer: Any) -> EngineError:
+        return EngineError(f"{self.base_url} returned {what}: {shorten(json.dumps(answer), 300)}")
 
     async def close(self) -> None:
         """Close the connections that belong to the running event loop."""
@@ -493,8 +497,3 @@ def _parse_tool_call(call: dict[str, Any], index: int) -> ToolCall:
     if not isinstance(arguments, dict):
         return ToolCall(key, name, {}, error="the arguments are not a JSON object", raw=raw)
     return ToolCall(key, name, arguments, raw=raw)
-
-
-def _shortened(answer: Any) -> str:
-    text = json.dumps(answer)
-    return text if len(text) <= 300 else text[:297] + "..."

@@ -9,7 +9,8 @@ from typing import Any
 from agentfly_kit._async.pending_call import maybe_await
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import EngineError
-from agentfly_kit.types import Sample, Sampling, Task, TurnRequest
+from agentfly_kit.samples import Sample, Sampling, TurnRequest
+from agentfly_kit.types import Task
 
 Script = Sequence[str | Sequence[int]] | Callable[[Task, int], Any]
 

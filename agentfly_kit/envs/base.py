@@ -54,9 +54,10 @@ from agentfly_kit.errors import SandboxError, SettingsError, TaskError, is_host_
 from agentfly_kit.pool import environment as environments
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.rewards import Reward, RewardSet
-from agentfly_kit.tools import function as functions
+from agentfly_kit.tools.calling import call_user_function, failure_from
 from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.injection import FromPool, injection
+from agentfly_kit.tools.inspection import type_hints
 from agentfly_kit.tools.tool import Tool, ToolSet
 from agentfly_kit.types import Task, ToolResult
 
@@ -115,7 +116,7 @@ class EnvironmentTool(Tool[..., Any]):
         except Exception as error:  # raised by the pool, `reset` or `done`
             if raising:
                 raise
-            return ToolResult(False, f"{self.name} failed.", functions.failure_from(f"tool {self.name}", error))
+            return ToolResult(False, f"{self.name} failed.", failure_from(f"tool {self.name}", error))
 
 
 def check(sandbox_type: Any) -> None:
@@ -209,7 +210,7 @@ class EnvironmentReward(Reward[..., Any]):
 
 def _hints(method: Any) -> dict[str, Any]:
     try:
-        return functions.type_hints(method)
+        return type_hints(method)
     except Exception:  # a name is imported only under TYPE_CHECKING, so no parameter can request a sandbox
         return {}
 
@@ -336,7 +337,7 @@ _tools, _reward = tools, reward  # `agent` has parameters named `tools` and `rew
 
 async def _call(function: Callable[..., Any], **arguments: Any) -> Any:
     """Call a function of the environment that the current task uses, in its thread if it is sync."""
-    outcome = await functions.call_user_function(function, arguments)
+    outcome = await call_user_function(function, arguments)
     if outcome.error is not None:
         if is_host_failure(outcome.error):
             threads.discard()

@@ -24,8 +24,9 @@ from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.envs import base
 from agentfly_kit.errors import SettingsError, TaskError, check_count
+from agentfly_kit.samples import Sample, Sampling, TurnRequest
 from agentfly_kit.tasks import Tasks
-from agentfly_kit.types import Message, Sample, Sampling, Task, ToolCall, TurnRequest
+from agentfly_kit.types import Message, Task, ToolCall
 
 if TYPE_CHECKING:
     from agentfly_kit.policy.policy import Policy

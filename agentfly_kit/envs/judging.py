@@ -22,7 +22,9 @@ from agentfly_kit._display import Displayable
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import RewardError, SettingsError
 from agentfly_kit.rewards import Reward
-from agentfly_kit.types import Group, Message, Sampling, Task, Trajectory, TurnRequest
+from agentfly_kit.samples import Sampling, TurnRequest
+from agentfly_kit.trajectories import Group, Trajectory
+from agentfly_kit.types import Message, Task
 
 _TAGS = re.compile(r"<(?=[/|!?a-zA-Z_])|\[(?=/?[A-Z_]+\])")
 _ESCAPES = {"<": "&lt;", "[": "&#91;"}

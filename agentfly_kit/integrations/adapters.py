@@ -9,10 +9,11 @@ from typing import Any
 
 from agentfly_kit.errors import RewardError, SettingsError, TaskError
 from agentfly_kit.rewards import Reward
-from agentfly_kit.tools.function import call_user_function
+from agentfly_kit.tools.calling import call_user_function
 from agentfly_kit.tools.injection import FromPool
 from agentfly_kit.tools.tool import tool
-from agentfly_kit.types import Message, Task, ToolResult, Trajectory
+from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Message, Task, ToolResult
 
 # Arguments that TRL's GRPOTrainer passes to rewards besides dataset columns. Each is a list with one item per chain.
 _BATCH = ("prompts", "completions", "completion_ids", "environments")

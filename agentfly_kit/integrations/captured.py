@@ -8,7 +8,8 @@ from itertools import groupby
 from typing import Any
 
 from agentfly_kit.errors import AlignmentError
-from agentfly_kit.types import Task, Trajectory, Turn
+from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Task, Turn
 
 _CALL_KEYS = {"prompt_ids", "ids", "logprobs", "version", "author"}
 

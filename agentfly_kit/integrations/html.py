@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from agentfly_kit.agent.rollout import Rollout, RolloutDiff
     from agentfly_kit.agent.runner import RolloutHandle
     from agentfly_kit.batch.batch import Batch
-    from agentfly_kit.chat.chat import ChatReport, Drift
+    from agentfly_kit.chat.drift import Drift
+    from agentfly_kit.chat.report import ChatReport
     from agentfly_kit.diagnosis import Findings
     from agentfly_kit.engines.fleet import Fleet
     from agentfly_kit.evaluation import Evaluation
@@ -31,13 +32,15 @@ if TYPE_CHECKING:
     from agentfly_kit.pool.pool import Pool
     from agentfly_kit.ppo.stats import Stats
     from agentfly_kit.rewards import Reward, RewardSet, Score
+    from agentfly_kit.samples import Distribution
     from agentfly_kit.sandboxes.sql import SQLResult
     from agentfly_kit.tasks import Tasks
     from agentfly_kit.tools.tool import Tool, ToolSet
     from agentfly_kit.trainer.loop import TrainRun
     from agentfly_kit.trainer.run_dir import Run
     from agentfly_kit.trainer.runs import Runs
-    from agentfly_kit.types import Distribution, Group, Task, ToolCall, Trajectory
+    from agentfly_kit.trajectories import Group, Trajectory
+    from agentfly_kit.types import Task, ToolCall
 
 # --- parts -----------------------------------------------------------------------------------------
 

@@ -23,7 +23,8 @@ from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import EngineError, SettingsError, check_count
-from agentfly_kit.types import Failure, Trajectory
+from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Failure
 
 __all__ = ["Workers", "workers"]
 

@@ -25,7 +25,8 @@ from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.turns import with_calls
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import TaskError
-from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Trajectory, Turn
+from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn
 
 # Columns that become neither metrics of a chain nor fields of its task.
 _OTHERS = {"step", "example_id", "id", "stop_condition", "is_completed", "is_truncated", "error", "metrics", "timing"}

@@ -13,7 +13,8 @@ from agentfly_kit.agent.progress import RolloutEvent
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.types import Message, ToolCall, Trajectory, Turn
+from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Message, ToolCall, Turn
 
 __all__ = ["opentelemetry"]
 

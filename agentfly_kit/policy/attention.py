@@ -131,8 +131,7 @@ def with_short_windows(decoder: Any) -> Any:
 def agree(expected: Tensor, got: Tensor) -> bool:
     """Return whether hidden states are equal up to rounding errors of the dtype of `expected`; False if any is NaN."""
     tolerance = 1e-4 if expected.dtype == torch.float32 else 0.05
-    gap = (expected.float() - got.float()).abs().max()
-    return bool(gap <= tolerance * expected.float().abs().max())
+    return bool((expected.float() - got.float()).abs().max() <= tolerance * expected.float().abs().max())
 
 
 def _layer_types(config: Any) -> set[str]:

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import threading
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,8 +22,11 @@ from torch.utils.checkpoint import checkpoint
 
 from agentfly_kit._display import Tensors
 from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
-from agentfly_kit.policy.attention import agree, masked_states, unsupported_attention, with_short_windows
+from agentfly_kit.policy.attention import agree
+from agentfly_kit.policy.cpu import single_torch_thread
 from agentfly_kit.policy.prefix_tree import PackedTrees, PrefixTree, build_prefix_trees, split_by_token_budget
+from agentfly_kit.policy.states import hidden_states, sharing_obstacle
+from agentfly_kit.policy.value_head import Critic, ValueHead
 
 _log = logging.getLogger(__name__)
 
@@ -46,27 +48,6 @@ class ForwardOutput:
     value: Tensor | None  # (N,)
     hidden: Tensor  # (N, d): hidden states from which the tokens are predicted
     sum_squared_probs: Tensor | None = None  # (N,)
-
-
-class ValueHead(nn.Linear):
-    """Linear map from the hidden state at a position to its value (expected return), initialized to zero."""
-
-    def __init__(self, width: int) -> None:
-        super().__init__(width, 1)
-        nn.init.zeros_(self.weight)
-        nn.init.zeros_(self.bias)
-
-
-class Critic(nn.Module):
-    """Separate value model: a copy of the policy's decoder (`trunk`) with a value head (`head`).
-
-    It shares no weights with the policy, so the value loss does not affect the policy.
-    """
-
-    def __init__(self, trunk: Any, width: int) -> None:
-        super().__init__()
-        self.trunk = trunk
-        self.head = ValueHead(width)
 
 
 class LanguageModel:
@@ -145,7 +126,7 @@ class LanguageModel:
         Raises:
             SettingsError: If the model has no such layer.
         """
-        states, chosen = _states(self.decoder, ids, None, self._check_layers(layers))
+        states, chosen = hidden_states(self.decoder, ids, None, self._check_layers(layers))
         return states if chosen is None else chosen
 
     def _check_layers(self, layers: Sequence[int] | None) -> Sequence[int] | None:
@@ -238,7 +219,7 @@ class LanguageModel:
         each: Tensor | None = None
         if packed is not None and bool((temperatures == temperatures[0]).all()):
             place, each = place.unique(return_inverse=True)
-        last, chosen = _states(self.decoder, ids[:, :-1], packed, self._check_layers(layers))
+        last, chosen = hidden_states(self.decoder, ids[:, :-1], packed, self._check_layers(layers))
         states = last.flatten(0, 1)[place]
         temperature = temperatures.to(states.device, torch.float32)
         temperature = temperature[rows] if each is None else temperature[:1].expand(len(states))
@@ -312,7 +293,7 @@ class LanguageModel:
         if head is None:
             raise PolicyError("values need a value head; load the policy with value_head=True")
         if isinstance(head, Critic):
-            states = _states(head.trunk, ids[:, :-1], packed)[0].flatten(0, 1)[place]
+            states = hidden_states(head.trunk, ids[:, :-1], packed)[0].flatten(0, 1)[place]
             head = head.head
         assert states is not None
         return cast(Tensor, head(states.to(head.weight.dtype)))[:, 0].float()
@@ -466,91 +447,13 @@ class LanguageModel:
     @cached_property
     def _sharing_obstacle(self) -> str:
         """Reason why rows cannot share prefixes; "" if a trial gives equal hidden states with and without sharing."""
-        decoder = with_short_windows(self.decoder)
-        reason = unsupported_attention(decoder)
-        # Three rows of 10, 9 and 8 tokens: the first two share 4 tokens, the last two 7.
-        ids = (torch.arange(30) * 7 % self.vocab_size).reshape(3, 10).to(self.device)
-        ids[:, :4] = ids[0, :4]
-        ids[2, :7] = ids[1, :7]
-        lengths = [10, 9, 8]
-        is_token = torch.arange(10) < torch.tensor(lengths)[:, None]
-        packed = PackedTrees.build(build_prefix_trees(ids, lengths, scale=1e9, max_tokens=100), ids, lengths)
-        try:
-            # Disable autocast, which may be active here and would cause errors above the tolerance for float32.
-            with torch.no_grad(), torch.autocast(self.device.type, enabled=False):
-                if not reason:
-                    separate, shared = _states(decoder, ids, None)[0], _states(decoder, ids, packed)[0]
-                    if not agree(separate[is_token], shared.flatten(0, 1)[packed.token_index][is_token]):
-                        reason = "a trial gave other hidden states than separate rows"
-        except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-            reason = f"a trial raised {type(error).__name__}: {error}"
+        reason = sharing_obstacle(self.decoder, self.vocab_size)
         if reason:
             _log.warning("%s computes rows without prefix sharing: %s", type(self.model).__name__, reason)
         return reason
 
 
-def _states(
-    decoder: Any, ids: Tensor, packed: PackedTrees | None, layers: Sequence[int] | None = None
-) -> tuple[Tensor, Tensor | None]:
-    """Return hidden states of the last layer, (B, T, d) for B rows of T tokens or (P, W, d) for P trees of W tokens.
-
-    The second result contains the states of L `layers`, (B, T, L, d) or (P, W, L, d); None without `layers`.
-    """
-    options: dict[str, Any] = {} if layers is None else {"output_hidden_states": True}
-    if packed is not None:
-        out = masked_states(decoder, packed.ids, packed.positions, packed.mask(), packed.positions, **options)
-    else:
-        positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
-        options |= {"use_cache": False, "return_dict": True}
-        # Padding on the right needs no attention mask, because causal attention already excludes it.
-        out = decoder(input_ids=ids, attention_mask=None, position_ids=positions, **options)
-    last = cast(Tensor, out.last_hidden_state)
-    return last, None if layers is None else torch.stack([out.hidden_states[i] for i in layers], -2)
-
-
 def _context_lengths(mask: Tensor) -> list[int]:
     """Return for each row the number of tokens before the last sampled token, but at least 1."""
     columns = torch.arange(mask.shape[1], device=mask.device)
-    lengths: list[int] = (mask * columns).amax(1).clamp(min=1).tolist()
-    return lengths
-
-
-@functools.cache
-def warn_if_bfloat16_is_slow(device: torch.device) -> None:
-    """Warn once if `device` is a CPU that only emulates bfloat16."""
-    features: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    if device.type == "cpu" and features and not any(on for name, on in features.items() if "bf16" in name):
-        warnings.warn(
-            "this CPU has no instructions for bfloat16 and emulates it, which can make a step many times slower; use "
-            "float32: Policy.load(dtype='float32') and autocast=None",
-            RuntimeWarning,
-            stacklevel=3,
-        )
-
-
-# State of `single_torch_thread`: the number of active contexts, and torch's number of threads before the first one.
-_thread_limit = SimpleNamespace(lock=threading.Lock(), users=0, threads_before=0)
-
-
-@contextlib.contextmanager
-def single_torch_thread(policy: LanguageModel) -> Iterator[None]:
-    """Limit torch to one thread for a tiny model on a CPU, where more threads are slower.
-
-    Contexts may overlap: the first one saves the process's number of threads, and the last one restores it.
-    """
-    if policy.device.type != "cpu" or policy.size >= 5_000_000:
-        yield
-        return
-    limit = _thread_limit
-    with limit.lock:
-        if limit.users == 0:
-            limit.threads_before = torch.get_num_threads()
-        limit.users += 1
-        torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        with limit.lock:
-            limit.users -= 1
-            if limit.users == 0:
-                torch.set_num_threads(limit.threads_before)
+    return cast(list[int], (mask * columns).amax(1).clamp(min=1).tolist())

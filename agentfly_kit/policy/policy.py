@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from agentfly_kit._display import Displayable, loading
 from agentfly_kit.chat.chat import Chat, History
 from agentfly_kit.errors import PolicyError, SettingsError
-from agentfly_kit.policy.forward import Critic, LanguageModel, ScoreName, ValueHead, warn_if_bfloat16_is_slow
+from agentfly_kit.policy.cpu import warn_if_bfloat16_is_slow
+from agentfly_kit.policy.forward import LanguageModel, ScoreName
+from agentfly_kit.policy.value_head import Critic, ValueHead
 
 _VALUE_HEAD_PREFIX = "value_head."
 # Stored in a subfolder, because engines load every .safetensors file next to the config.

@@ -24,8 +24,10 @@ from agentfly_kit import losses
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch, drop_counts
 from agentfly_kit.errors import SettingsError, TrainingError, check_positive, checks_keywords
-from agentfly_kit.policy.forward import Critic, ForwardOutput, single_torch_thread, warn_if_bfloat16_is_slow
+from agentfly_kit.policy.cpu import single_torch_thread, warn_if_bfloat16_is_slow
+from agentfly_kit.policy.forward import ForwardOutput
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.policy.value_head import Critic
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
 from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.ppo.inputs import (

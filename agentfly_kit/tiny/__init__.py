@@ -19,7 +19,8 @@ from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import SettingsError, check_count
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.tools.tool import ToolSet
-from agentfly_kit.types import Message, Task, ToolCall, Trajectory, Turn
+from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Message, Task, ToolCall, Turn
 
 NAMES = ("calculator", "alfworld", "code", "lookup", "search", "sql", "sums", "webshop")
 

@@ -20,7 +20,7 @@ from agentfly_kit._display import Displayable
 from agentfly_kit.errors import LeaseRevoked, SandboxError, SettingsError
 from agentfly_kit.pool import environment as environments
 from agentfly_kit.pool.calls import call
-from agentfly_kit.tools import function as functions
+from agentfly_kit.tools.calling import call_user_function
 from agentfly_kit.types import Task
 
 if TYPE_CHECKING:
@@ -151,7 +151,7 @@ class Context(Displayable):
         """Start a new episode by resetting the environment for the task of the chain."""
         sandbox_type = pool.sandbox_type
         given = environments.reset_arguments(sandbox_type, self.task, self.fields)
-        outcome = await functions.call_user_function(environment.reset, given, timeout=pool.start_timeout)
+        outcome = await call_user_function(environment.reset, given, timeout=pool.start_timeout)
         if (error := outcome.error) is not None:
             what = f"{type(error).__name__}: {error}"
             raise SandboxError(f"{sandbox_type.__name__}.reset failed for task {self.task.id!r} ({what})") from error

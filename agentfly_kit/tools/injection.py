@@ -12,8 +12,8 @@ from typing import Annotated, Any, ClassVar, Generic, ParamSpec, Self, TypeAlias
 
 from agentfly_kit._async.pending_call import PendingCall
 from agentfly_kit.errors import AgentFlyError, TaskError, suggest_keyword
-from agentfly_kit.tools import function as functions
 from agentfly_kit.tools.context import Context
+from agentfly_kit.tools.inspection import current_definition, function_fingerprint, source_of, type_hints, underlying
 from agentfly_kit.types import Task
 
 T = TypeVar("T")
@@ -99,7 +99,7 @@ class InjectedFunction(Generic[P, R]):
         if self.kind == "tool" and callable(function) and not ready:
             own_name = type(function).__name__
             function = typing.cast(Any, function).__call__  # the method of a callable object
-        plain = functions.underlying(function) if self.kind == "tool" else function
+        plain = underlying(function) if self.kind == "tool" else function
         if not inspect.isfunction(plain):
             raise self.error_type(f"a {self.kind} must be a function defined with `def`, got {shown}; use a wrapper")
         if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
@@ -108,12 +108,12 @@ class InjectedFunction(Generic[P, R]):
         self.function = function
         self.name: str = name if name is not None else own_name or plain.__name__
         self.timeout = timeout
-        functions.source_of(function)  # read the source now, because the file may change later
+        source_of(function)  # read the source now, because the file may change later
         self._injected_names = injected_names or ()
         if timeout is not None and not timeout > 0:
             raise self._error(f"timeout must be above 0 seconds, or None for no limit, got {timeout!r}")
         try:
-            annotations = functions.type_hints(plain)
+            annotations = type_hints(plain)
         except Exception as error:
             raise self._error(
                 f"annotations must be resolvable, got {type(error).__name__}: {error}; define or import the name "
@@ -180,12 +180,12 @@ class InjectedFunction(Generic[P, R]):
     @property
     def source(self) -> str:
         """Source code that the function currently runs."""
-        return functions.source_of(self.function)
+        return source_of(self.function)
 
     @property
     def fingerprint(self) -> str:
         """Hash of the source code, of the constants and functions that the code uses, and of the settings."""
-        return functions.fingerprint(self.function, self._settings())
+        return function_fingerprint(self.function, self._settings())
 
     @property
     def sandbox_types(self) -> tuple[type, ...]:
@@ -194,7 +194,7 @@ class InjectedFunction(Generic[P, R]):
 
     def redefined(self) -> bool:
         """Return True if the function was later redefined with different source code, for example in a notebook."""
-        now = functions.current_definition(self.function)
+        now = current_definition(self.function)
         return (
             isinstance(now, InjectedFunction)
             and now.function is not self.function

@@ -7,30 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import copy
-import functools
 import inspect
 import json
-import math
 import re
 import types as pytypes
 import weakref
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
-from numbers import Real
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args, overload
-
-from pydantic import TypeAdapter
-from pydantic_core import to_jsonable_python
 
 from agentfly_kit._async.pending_call import PendingCall, pending_call
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import ToolError, ToolSchemaError
-from agentfly_kit.sandboxes.result import SandboxResult
-from agentfly_kit.tools import function as functions
+from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.context import Context, temporary_context
 from agentfly_kit.tools.injection import FunctionSet, InjectedFunction
+from agentfly_kit.tools.inspection import underlying
+from agentfly_kit.tools.results import fit_result, to_result
 from agentfly_kit.tools.schema import Arguments, parse_docstring
 from agentfly_kit.types import Task, ToolCall, ToolResult
 
@@ -83,7 +78,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
             raise self._error(f"describe must be 'required' or 'optional', got {describe!r}")
         if description is not None and not isinstance(description, str):
             raise self._error(f"description must be a string or None, got {description!r:.80}")
-        plain = functions.underlying(self.function)
+        plain = underlying(self.function)
         # If `__call__` has no docstring, use the docstring of its class. `getdoc` would return that of `type.__call__`.
         is_object = plain.__name__ == "__call__" and not plain.__doc__
         own = inspect.getdoc(type(getattr(self.function, "__self__", None)) if is_object else plain)
@@ -175,9 +170,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         return bound
 
     def _bound(self) -> Callable[..., R]:
-        if self._instance is not None:
-            return pytypes.MethodType(self.function, self._instance)
-        return self.function
+        return self.function if self._instance is None else pytypes.MethodType(self.function, self._instance)
 
     def require_instance(self) -> None:
         """Raise `ToolSchemaError` if the tool is a method that is not bound to an instance."""
@@ -262,17 +255,17 @@ class Tool(Displayable, InjectedFunction[P, R]):
         try:
             values, problem = self._arguments.validate(arguments)
             if problem:
-                return _fit_result(ToolResult(False, problem), self.max_chars)
+                return fit_result(ToolResult(False, problem), self.max_chars)
             # Take the concurrency slot last, so that a call does not occupy it while it waits for a sandbox.
             async with self._inject(context, context.fields) as injected, context.concurrency.tools.slot():
-                outcome = await functions.call_user_function(
+                outcome = await call_user_function(
                     self._bound(),
                     copy.deepcopy(self._defaults) | values | injected,
                     timeout=self.timeout,
                     convert=self._convert,
                 )
         except Exception as raised:  # raised by a pool or an argument validator, or for a missing task field
-            outcome = functions.Outcome(error=raised)
+            outcome = Outcome(error=raised)
         error, seconds = outcome.error, outcome.seconds
         if outcome.timed_out:
             return ToolResult(False, f"{self.name} {error}.", seconds=seconds)
@@ -282,13 +275,12 @@ class Tool(Displayable, InjectedFunction[P, R]):
         if raising:
             raise error
         if isinstance(error, ToolError):
-            return _fit_result(ToolResult(False, str(error), seconds=seconds), self.max_chars)
+            return fit_result(ToolResult(False, str(error), seconds=seconds), self.max_chars)
         # Hide the details from the model, which cannot fix the tool and could read the answer in a traceback.
-        failure = functions.failure_from(f"tool {self.name}", error)
-        return ToolResult(False, f"{self.name} failed.", failure, seconds)
+        return ToolResult(False, f"{self.name} failed.", failure_from(f"tool {self.name}", error), seconds)
 
     def _convert(self, value: Any) -> ToolResult:
-        return _fit_result(_to_result(value), self.max_chars)
+        return fit_result(to_result(value), self.max_chars)
 
 
 @overload
@@ -343,97 +335,6 @@ def tool(
         )
 
     return decorate if function is None else decorate(function)
-
-
-# --- results --------------------------------------------------------------------------------------
-
-
-def _to_result(value: Any) -> ToolResult:
-    """Convert the return value of a tool to text in a ToolResult. Data URLs become descriptions."""
-    if isinstance(value, SandboxResult):
-        return ToolResult(value.ok, value.text, truncated=value.truncated)
-    if not isinstance(value, ToolResult):
-        return ToolResult(True, _DATA_URL.sub(_describe_url, to_text(value)))
-    reward: Any = value.reward
-    if reward is not None and not (isinstance(reward, Real) and math.isfinite(reward)):
-        raise TypeError(f"the reward of a ToolResult must be a finite number or None, got {reward!r}")
-    return replace(value, observation=_DATA_URL.sub(_describe_url, value.observation))
-
-
-# Image or other data in a result, which would fill the prompt with base64. Short data may be text to be read.
-_DATA_URL = re.compile(r"data:(\w+)(/[\w.+-]+)(?:;[\w=.+-]+)*;base64,([\w+/-]{64,}=*)")
-_IMAGE = re.compile(rb"(?P<png>\x89PNG)|(?P<jpeg>\xff\xd8\xff)|(?P<gif>GIF8)|(?P<webp>RIFF....WEBP)", re.DOTALL)
-_ANY: TypeAdapter[Any] = TypeAdapter(Any)
-
-
-def _describe_url(url: re.Match[str]) -> str:
-    return f"[{url[1]} {url[1]}{url[2]}, {len(url[3].rstrip('=')) * 3 // 4} bytes, not shown]"
-
-
-def _describe_bytes(value: Any) -> Any:
-    """Replace the bytes in lists and dicts by their text or, if they are not text in UTF-8, by a description."""
-    if isinstance(value, dict):
-        return {key: _describe_bytes(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_describe_bytes(part) for part in value]
-    if not isinstance(value, bytes | bytearray | memoryview):
-        return value
-    data = bytes(value)
-    try:
-        return data.decode()
-    except UnicodeDecodeError:
-        image = _IMAGE.match(data)
-        kind = f"image image/{image.lastgroup}" if image else "binary data"
-        return f"[{kind}, {len(data)} bytes, not shown]"
-
-
-def to_text(value: Any) -> str:
-    """Return a string unchanged, "" for None, and other values as compact JSON. Raise TypeError if this fails.
-
-    Bytes are decoded or, if they are not UTF-8, described.
-    """
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return str.__str__(value)  # the value of a string enum, not its name
-    if isinstance(value, bytes | bytearray | memoryview):
-        return str(_describe_bytes(value))
-    convert = functools.partial(
-        to_jsonable_python, inf_nan_mode="constants", bytes_mode="utf8", fallback=_json_fallback
-    )
-    try:
-        plain = convert(value)
-    except UnicodeDecodeError:
-        plain = convert(_describe_bytes(_ANY.dump_python(value, warnings=False)))
-    # Dates, paths and enum members become strings, which are shown without quotes, like returned strings.
-    return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
-
-
-def _json_fallback(value: Any) -> Any:
-    """Convert arrays to lists and other objects to strings. Raise TypeError if the string contains a memory address."""
-    if callable(tolist := getattr(value, "tolist", None)):
-        return tolist()
-    text = str(value)
-    if re.fullmatch(r"<.* at 0x[0-9a-fA-F]+>", text, re.DOTALL):
-        raise TypeError(
-            f"a tool returned a {type(value).__qualname__}, which has no string representation; "
-            "return a str, number or JSON value"
-        )
-    return text
-
-
-def _fit_result(result: ToolResult, max_chars: int | None) -> ToolResult:
-    """Truncate the observation to `max_chars` characters, and replace lone surrogates, which cannot be tokenized."""
-    text = result.observation
-    if not text.isascii():
-        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-    if max_chars is None or len(text) <= max_chars:
-        return replace(result, observation=text)
-    cut = f"{text[:max_chars]}\n[cut: the first {max_chars} of {len(text)} characters]"
-    return replace(result, observation=cut, truncated=True)
-
-
-# --- sets of tools -------------------------------------------------------------------------------
 
 
 class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo import shaped_rewards
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.trainer.config import TOKEN_ESTIMATORS, TURN_ESTIMATORS, TrainConfig
-from agentfly_kit.types import UNSCORED_STOPS, Trajectory
+from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
 
 
 class BatchBuilder:
@@ -122,8 +122,7 @@ class BatchBuilder:
                 return estimators.gdpo(scored, groups, weights=list(self.weights.values()))
 
             return gdpo
-        found: Callable[..., Tensor] = function
-        return found
+        return cast(Callable[..., Tensor], function)
 
     def _turn_estimator(self, rollout: Rollout, name: str) -> Callable[..., Tensor]:
         """Return "gigpo" or "arpo" as a function of rewards and groups, with the turn data of the rollout bound."""

@@ -7,7 +7,7 @@ from pathlib import Path
 from agentfly_kit.agent.rollout_io import dump_json
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.trainer.config import GROUP_ESTIMATORS, SEE_TURN_REWARDS
-from agentfly_kit.trainer.rollouts import RolloutSampler
+from agentfly_kit.trainer.sampling import RolloutSampler
 from agentfly_kit.types import Task
 
 

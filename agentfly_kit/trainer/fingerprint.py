@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import functools
+import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from agentfly_kit import seeds
+from agentfly_kit._display import shorten
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.tasks import canonical_json
-from agentfly_kit.tools import function as functions
+from agentfly_kit.tools.inspection import class_source, function_fingerprint, source_of
 
 if TYPE_CHECKING:
-    from agentfly_kit.trainer.rollouts import RolloutSampler
+    from agentfly_kit.trainer.sampling import RolloutSampler
 
 
 def describe(value: Any) -> str:
@@ -30,7 +33,7 @@ def describe(value: Any) -> str:
         return f"{{{', '.join(sorted(f'{key!r}: {describe(part)}' for key, part in value.items()))}}}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(describe, value))}]"
-    return functions.fingerprint(value) if hasattr(value, "__code__") else type(value).__qualname__
+    return function_fingerprint(value) if hasattr(value, "__code__") else type(value).__qualname__
 
 
 def _as_json(value: Any) -> Any:
@@ -44,12 +47,12 @@ def _as_json(value: Any) -> Any:
         return {f.name: _as_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if callable(value):
         function = value if hasattr(value, "__code__") else getattr(value, "function", type(value).__call__)
-        return {"source": functions.source_of(function), "fingerprint": functions.fingerprint(function)}
+        return {"source": source_of(function), "fingerprint": function_fingerprint(function)}
     return value
 
 
 def _class(cls: type) -> dict[str, str]:
-    source = functions.class_source(cls)
+    source = class_source(cls)
     return {"source": source, "fingerprint": seeds.digest(source)}
 
 
@@ -118,3 +121,44 @@ def _teacher(teacher: Policy | Engine) -> str:
     if isinstance(teacher, Policy):
         return teacher.fingerprint()
     return str(getattr(teacher, "name", getattr(teacher, "model", "")))
+
+
+def differences(known: Any, wanted: Any, path: str = "") -> list[str]:
+    """Describe each setting in which two fingerprints differ, with both of its values."""
+    if isinstance(known, dict) and isinstance(wanted, dict):
+        out = []
+        for key in sorted({*known, *wanted}):
+            where = f"{path}.{key}" if path else key
+            if key not in known:
+                out.append(f"  {where}: not in the folder's run, now {_shortened(wanted[key])}")
+            elif key not in wanted:
+                out.append(f"  {where}: was {_shortened(known[key])}, now missing")
+            elif known[key] != wanted[key]:
+                out.extend(differences(known[key], wanted[key], where))
+        return out
+    if isinstance(known, str) and isinstance(wanted, str) and ("\n" in known or "\n" in wanted):
+        changed = [
+            f"    {line}"
+            for line in difflib.unified_diff(known.splitlines(), wanted.splitlines(), "then", "now", lineterm="", n=0)
+            if not line.startswith(("---", "+++", "@@"))
+        ]
+        return [f"  {path} changed:", *changed[:20]]
+    return [f"  {path}: was {_shortened(known)}, now {_shortened(wanted)}"]
+
+
+def _shortened(value: Any) -> str:
+    return shorten(json.dumps(value, ensure_ascii=False), 80)
+
+
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the settings of a fingerprint as a flat dict with keys such as "lr" and "agent.seed"; see `Run`."""
+    out: dict[str, Any] = {}
+    for key, value in settings.items():
+        name = key if prefix in ("", "config.") else prefix + key
+        if isinstance(value, Mapping) and "fingerprint" in value:
+            out[name] = value["fingerprint"][:8]
+        elif isinstance(value, Mapping) and value:
+            out |= flat_settings(value, f"{name}.")
+        else:
+            out[name] = json.dumps(value) if isinstance(value, list | dict) else value
+    return out

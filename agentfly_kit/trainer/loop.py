@@ -18,9 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from agentfly_kit import losses, seeds
+from agentfly_kit import losses
 from agentfly_kit._async.pending_call import Handle, run_in_thread, wait_all
 from agentfly_kit._display import Displayable, explain_interrupt
 from agentfly_kit.agent.agent import Agent
@@ -28,11 +26,9 @@ from agentfly_kit.agent.request import GroupWorkers
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import task_list
-from agentfly_kit.batch.batch import drop_counts
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import (
     AgentFlyError,
-    EmptyBatch,
     RunError,
     SettingsError,
     TrainingError,
@@ -40,19 +36,18 @@ from agentfly_kit.errors import (
     checks_keywords,
 )
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo import adamw, ppo_step_async
 from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trainer import checkpoint
-from agentfly_kit.trainer.batch_builder import BatchBuilder, check_teacher, distilled
 from agentfly_kit.trainer.checkpoint import LoopState
 from agentfly_kit.trainer.checks import check_run
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.fingerprint import fingerprint
-from agentfly_kit.trainer.rollouts import RolloutSampler
 from agentfly_kit.trainer.run_dir import Run, last_success
+from agentfly_kit.trainer.sampling import RolloutSampler
 from agentfly_kit.trainer.step import TrainStep, make_record, warn_about_step
 from agentfly_kit.trainer.tracking import TrackerSet
+from agentfly_kit.trainer.updates import Updater
 from agentfly_kit.types import Task
 
 if TYPE_CHECKING:
@@ -129,6 +124,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         rollout: Training rollout in progress, for live views; None between rollouts.
         stopping: True if the run stops after the current iteration.
         state: "not started", "running", "paused", "stopping", "done", "stopped", "interrupted" or "failed".
+        iterating: True during an iteration; between iterations, another handle may continue the run.
         error: Exception that ended the run, or None.
         resumed_from: Number of completed steps when the run was last loaded from its folder.
     """
@@ -143,15 +139,12 @@ class TrainRun(Handle["TrainRun"], Displayable):
         teacher: Policy | Engine | None,
     ) -> None:
         check_run(sampler, eval_tasks, run)
-        check_teacher(teacher, sampler.agent, sampler.policy, sampler.config)
         self.agent, self.policy, self.config = sampler.agent, sampler.policy, sampler.config
         self.eval_tasks = eval_tasks
         self.total = self.config.steps
         self.stopping = False
-        self._sampler = sampler
+        self._sampler, self._updater = sampler, Updater(sampler, teacher)
         self._workers = sampler.workers
-        self._batch_builder = BatchBuilder(self.policy, self.config, self.agent.reward)
-        self._teacher = teacher
         self._progress = progress
         self._bar: Any = None
         self._temporary = run is None
@@ -174,7 +167,6 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 "the policy again with af.Policy.load, or train a policy.copy() made before the first training",
                 stacklevel=4,
             )
-        self._optimizer: torch.optim.Optimizer | None = None
         # Rollout and statistics of the last step that this handle executed, for `diagnose`.
         self._latest: tuple[Rollout, Stats | None] | None = None
         # Number of completed iterations, current KL coefficient, and prefetched chains.
@@ -182,7 +174,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         # Number of steps yielded by this handle. They are not yielded again when iteration continues.
         self._steps_yielded = 0
         self._prepared = False
-        self._iterating = False
+        self.iterating = False
         self.error: Exception | None = None
         self.resumed_from = 0
         # Number of steps in the last checkpoint; None until a checkpoint is loaded or written.
@@ -195,7 +187,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
 
     def _check_identity(self) -> bool:
         """Return whether the folder contains this run. Raise RunMismatch if it contains another run."""
-        self.fingerprint = fingerprint(self._sampler, self._start, self._teacher)
+        self.fingerprint = fingerprint(self._sampler, self._start, self._updater.teacher)
         return self.run.check(self.fingerprint, resume=not self._start_over)
 
     # --- state and control ---
@@ -331,23 +323,18 @@ class TrainRun(Handle["TrainRun"], Displayable):
             if self._loop is loop:  # no other loop has started since
                 self._outcome, self._loop, self.stopping = outcome, None, False
                 self._trackers.end(outcome)
-                self.run.unlock(self)
-
-    @property
-    def iterating(self) -> bool:
-        """True during an iteration; between iterations, another handle may continue the run."""
-        return self._iterating
+                self.run.lock.release(self)
 
     def _check_not_iterating(self) -> None:
-        if self._iterating:
+        if self.iterating:
             raise SettingsError("this run is already being awaited elsewhere; wait until that call has ended")
 
     async def _next_step(self) -> TrainStep | None:
         """Run or replay the next step. Return None if the run is complete or was stopped."""
         self._check_not_iterating()
-        self._iterating = True
+        self.iterating = True
         try:
-            if not await self._workers.run_on_main(self.run.lock, self):  # another run has continued it meanwhile
+            if not await self._workers.run_on_main(self.run.lock.acquire, self):  # another run has continued it
                 self.run.reload()
                 self._prepared = False
             if not self._prepared:
@@ -357,8 +344,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 record = self.run.records[self._steps_yielded]
                 step = TrainStep(int(record["step"]), record, replayed=True)
             else:
-                stopping = any(await self._workers.all_gather(self.stopping))
-                if stopping or self._state.steps >= self.total:
+                if any(await self._workers.all_gather(self.stopping)) or self._state.steps >= self.total:
                     self._update_bar(None)
                     return None
                 await self._unpaused.wait()
@@ -373,43 +359,31 @@ class TrainRun(Handle["TrainRun"], Displayable):
             self._steps_yielded += 1
             return step
         finally:
-            self._iterating = False
-            self.run.mark_read()
+            self.iterating = False
+            self.run.lock.mark_read()
 
     async def _prepare(self) -> None:
         """Prepare the folder of the run, and load the last checkpoint or write the first one."""
-        policy, config, workers = self.policy, self.config, self._workers
-        if isinstance(self._teacher, Engine):
-            await self._teacher.check_teacher(self.agent.chat, self.agent.engine.max_length)
+        policy, workers, teacher = self.policy, self._workers, self._updater.teacher
+        if isinstance(teacher, Engine):
+            await teacher.check_teacher(self.agent.chat, self.agent.engine.max_length)
         known = await workers.run_on_main(
             lambda: self.run.claim(self.fingerprint, resume=not self._start_over, start_version=policy.version)
         )
         self._start_over = False
-        self._optimizer = adamw(policy, config.lr)
         found = self.run.checkpoint if known else None
         if not workers.is_single and len({*await workers.all_gather((str(found), self.fingerprint["policy"]))}) > 1:
             raise RunError(
                 f"all processes must find the same run in {self.path} and start from the same weights; use a shared "
                 "folder, and load the same policy in every process"
             )
-        if found is not None:
-            if config.kl_coef > 0:
-                self._batch_builder.reference = await run_in_thread(checkpoint.load_reference, self.run, policy)
-            self._state = await run_in_thread(checkpoint.load, self.run, found, policy, self._optimizer)
-            if self._state.steps >= self.total > self._steps_yielded and workers.is_main:
-                warnings.warn(
-                    f"the run in {str(self.path)!r} is complete: its steps are replayed and nothing is trained; to "
-                    "train again, use another folder or resume=False",
-                    stacklevel=4,
-                )
-        else:
-            if config.kl_coef > 0:
-                self._batch_builder.reference = reference = policy.reference()
-                if not policy.has_adapter:
-                    await workers.run_on_main(checkpoint.save_reference, self.run, reference)
-            # Save a checkpoint before the first update, to recover from an interrupt during the update.
-            self._state = LoopState(0, config.kl_coef)
-            await workers.run_on_main(checkpoint.save, self.run, policy, self._optimizer, self._state)
+        self._state = await self._updater.prepare(self.run, found)
+        if found is not None and self._state.steps >= self.total > self._steps_yielded and workers.is_main:
+            warnings.warn(
+                f"the run in {str(self.path)!r} is complete: its steps are replayed and nothing is trained; to "
+                "train again, use another folder or resume=False",
+                stacklevel=4,
+            )
         await workers.run_on_main(self.run.truncate, self._state.steps)
         if not workers.is_main:
             self.run.reload()  # now, because the main process may write the next record at any time
@@ -484,47 +458,15 @@ class TrainRun(Handle["TrainRun"], Displayable):
         Returns the statistics (None if there was nothing to train on), the rollout with drop reasons, and the number of
         updates since the oldest token of the batch was sampled.
         """
-        config, policy = self.config, self.policy
-        assert self._optimizer is not None
-        for group, lr in zip(self._optimizer.param_groups, self._learning_rates(index), strict=True):
-            group["lr"] = lr
+        updater, kl_coef = self._updater, self._state.kl_coef
         try:
-            try:
-                baselines = await self._sampler.greedy_rewards(rollout) if config.advantage == "remax" else None
-                batch = await run_in_thread(self._batch_builder.build, rollout, self._state.kl_coef, baselines)
-            except EmptyBatch as error:
-                if not any(d.filtered for d in error.dropped):
-                    raise
-                reasons = ", ".join(f"{n} {reason}" for reason, n in drop_counts(error.dropped).items())
-                warnings.warn(f"step {index + 1}: nothing was left to train on ({reasons}); no update", stacklevel=2)
-                return None, rollout.with_drop_reasons(error.dropped), 0.0
-            rollout = rollout.with_drop_reasons(batch.dropped)
-            if self._teacher is not None:
-                batch = await distilled(batch, self._teacher, config)
-            lag = float(policy.version - batch.versions[batch.mask].min())
-            step_config = config.replace(kl_coef=self._state.kl_coef)
-            if config.overlap and config.old_logprobs == "auto" and config.correction is None:
-                step_config = step_config.replace(old_logprobs="engine")
-            stats = await ppo_step_async(
-                policy,
-                self._optimizer,
-                batch,
-                step_config,
-                reference=self._batch_builder.reference,
-                seed=seeds.derive(config.seed, "update", index),
-                accelerator=self._workers.accelerator,
-            )
-            if config.max_kl is not None and stats.approx_kl > config.max_kl:
-                raise TrainingError(
-                    f"the update moved the policy by {stats.approx_kl:.3g} nats per token, more than "
-                    f"max_kl={config.max_kl}: training has diverged. Try a smaller lr than {config.lr:g}, "
-                    "target_kl=0.05, or fewer epochs"
-                )
+            batch, rollout = await updater.build(index, rollout, kl_coef)
+            stats, lag = (None, 0.0) if batch is None else await updater.step(index, batch, kl_coef)
         except AgentFlyError as error:
             kept = f"steps 1 to {index} are kept in {self.path}" if index else f"no step was kept in {self.path}"
             if isinstance(error, TrainingError) and (found := self.run.checkpoint) is not None:
                 # Restore the weights of the last checkpoint, because the update may have diverged.
-                await run_in_thread(checkpoint.load, self.run, found, policy, self._optimizer)
+                await run_in_thread(checkpoint.load, self.run, found, self.policy, updater.optimizer)
                 kept += "; the policy has the weights of its last checkpoint"
             if self._workers.is_main:
                 with contextlib.suppress(RunError):  # the tasks are not JSON-serializable, or the disk is full
@@ -533,19 +475,8 @@ class TrainRun(Handle["TrainRun"], Displayable):
             raise type(error)(f"step {index + 1}: {error} ({kept})") from error
         return stats, rollout, lag
 
-    def _learning_rates(self, index: int) -> list[float]:
-        """Return the learning rate of each parameter group, which changes linearly from `lr` to `lr_end`."""
-        assert self._optimizer is not None
-        config = self.config
-        end = config.lr if config.lr_end is None else config.lr_end
-        share = index / max(1, config.steps - 1)
-        now = config.lr + (end - config.lr) * share
-        # The learning rate of the value head is a fixed multiple of the learning rate of the policy.
-        return [now * group.setdefault("scale", group["lr"] / config.lr) for group in self._optimizer.param_groups]
-
     def _persist(self, state: LoopState, rollout: Rollout, record: dict[str, float]) -> None:
         """Write the rollout (if requested), the record and the checkpoint (if due) of an iteration."""
-        assert self._optimizer is not None
         if self.config.save_rollouts:
             rollout.save(self.run.rollout_path(f"step-{state.steps:05d}"))
         # Write the record before the checkpoint: resuming deletes records newer than the checkpoint, but cannot recover
@@ -555,7 +486,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         if "eval_success" in record or due:
             self.run.keep_policy(state.steps, self.policy, self.config.keep)
         if due:
-            checkpoint.save(self.run, self.policy, self._optimizer, state)
+            checkpoint.save(self.run, self.policy, self._updater.optimizer, state)
             self._saved_steps = state.steps
 
 

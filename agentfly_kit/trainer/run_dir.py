@@ -8,75 +8,40 @@ resume the run). If a write is interrupted, the last complete version of the fil
 from __future__ import annotations
 
 import contextlib
-import difflib
-import errno
 import hashlib
 import json
-import math
 import os
 import secrets
 import shutil
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
 
 from agentfly_kit._async.listeners import Listeners
-from agentfly_kit._display import Displayable, shorten
+from agentfly_kit._display import Displayable
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.rollout_io import atomic_write, dump_json
 from agentfly_kit.errors import RunError, RunMismatch
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.trainer.fingerprint import differences, flat_settings
+from agentfly_kit.trainer.run_lock import LOCK_FILE, RunLock
 
 if TYPE_CHECKING:
     from agentfly_kit.diagnosis import Findings
-
-try:
-    import fcntl
-except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
 
 KeepPolicies: TypeAlias = Literal["last", "best", "all"]
 
 _FORMAT = "agentfly_kit.run"
 _VERSION = 2
-# Number of consecutive steps with low reward that count as a collapse.
-_LOW_STEPS = 3
-_LOCK = ".lock"
-
-
-class Trainer(Protocol):
-    """Protocol of objects that train in the folder of a run. `iterating` is True during an iteration."""
-
-    @property
-    def iterating(self) -> bool: ...
-
-
-class _Held(NamedTuple):
-    file: int
-    trainer: weakref.ref[Trainer]
-
-
-_locked: dict[Path, _Held] = {}  # the locks of this process, by the resolved path of the folder
-
-
-def _close_inherited() -> None:
-    """Close the lock files in a fork, which would otherwise keep the locks if this process dies."""
-    for held in _locked.values():
-        os.close(held.file)
-    _locked.clear()
-
-
-if fcntl is not None:
-    os.register_at_fork(after_in_child=_close_inherited)
 
 
 class Run(Displayable):
     """Folder of a training run, from which the run can be resumed.
 
     `records` contains one flat dict of numbers per step. `subscribe(callback)` registers a callback for new records.
+    `lock` keeps other runs from training in the folder.
 
     Args:
         path: The folder, which need not exist.
@@ -86,77 +51,7 @@ class Run(Displayable):
         self.path = Path(path)
         self._listeners = Listeners[dict[str, float]](self.path.name)
         self._records: list[dict[str, float]] | None = None
-        self._seen: object = None  # state of the folder after the last iteration of its trainer
-
-    # --- access by several processes ---
-
-    def lock(self, trainer: Trainer) -> bool:
-        """Keep other processes from training in the folder until `unlock`, and other runs of this process meanwhile.
-
-        In this process, a lock whose trainer is not iterating is taken over. The operating system releases the lock if
-        the process dies. Windows, and file systems without locks, are not supported: other processes are not kept out.
-
-        Returns:
-            False if the lock is new and the folder was changed since `mark_read`, so that it must be read again.
-
-        Raises:
-            RunError: If another run is training in the folder.
-        """
-        key = self.path.resolve()
-        if fcntl is None or (self._seen is not None and not self.path.is_dir()):
-            return True  # a folder that was deleted is not created again
-        held = _locked.get(key)
-        if held is not None:
-            other = held.trainer()
-            if other is trainer:
-                return True
-            if other is not None and other.iterating:
-                raise RunError(
-                    f"another run of this process is training in {self.path}; wait for it, or use another folder"
-                )
-            _locked[key] = held._replace(trainer=weakref.ref(trainer))
-            return self._seen is None or self._seen == self._state()
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            file = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-        except OSError as error:
-            raise RunError(f"{self.path} cannot be prepared for a run ({error})") from error
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.truncate(file, 0)
-            os.write(file, str(os.getpid()).encode())
-        except OSError as error:
-            holder = os.read(file, 20).decode(errors="replace")
-            os.close(file)
-            if error.errno not in (errno.EACCES, errno.EAGAIN):
-                return True
-            raise RunError(
-                f"another process{f' ({holder})' if holder else ''} is training in {self.path}; wait for it, or use "
-                "another folder"
-            ) from None
-        _locked[key] = _Held(file, weakref.ref(trainer))
-        return self._seen is None or self._seen == self._state()
-
-    def unlock(self, trainer: Trainer) -> None:
-        """Let other runs train in the folder. Does nothing if this trainer does not hold the lock."""
-        key = self.path.resolve()
-        held = _locked.get(key)
-        if held is not None and held.trainer() is trainer:
-            del _locked[key]
-            os.close(held.file)
-
-    def mark_read(self) -> None:
-        """Record that the content of the folder is known, for the next `lock`."""
-        self._seen = self._state()
-
-    def _state(self) -> object:
-        """Return a value that changes if another process trains in the folder."""
-        found = []
-        for name in ("run.json", "steps.jsonl"):
-            with contextlib.suppress(OSError):
-                status = (self.path / name).stat()
-                found.append((status.st_ino, status.st_size, status.st_mtime_ns))
-        return found
+        self.lock = RunLock(self.path)
 
     # --- identity ---
 
@@ -191,7 +86,7 @@ class Run(Displayable):
                 "use another folder, or resume=False to replace the run"
             )
         if about["fingerprint"] != wanted:
-            lines = "\n".join(_differences(about["fingerprint"], wanted))
+            lines = "\n".join(differences(about["fingerprint"], wanted))
             raise RunMismatch(
                 f"{self.path} holds a run with other settings:\n{lines}\n"
                 "use another folder, or resume=False to replace the run"
@@ -218,14 +113,13 @@ class Run(Displayable):
             RunError: If the folder contains no run, or `run.json` is damaged.
         """
         try:
-            settings: dict[str, Any] = self._read_about()["fingerprint"]
-            return settings
+            return dict(self._read_about()["fingerprint"])
         except (OSError, ValueError) as error:
             raise RunError(f"{self.path / 'run.json'} is missing or damaged ({error})") from error
 
     def flat_settings(self) -> dict[str, Any]:
         """Return the settings as a flat dict with keys such as "lr" and "agent.seed". Functions become hashes."""
-        return _flat(self.settings())
+        return flat_settings(self.settings())
 
     @property
     def id(self) -> str:
@@ -244,7 +138,7 @@ class Run(Displayable):
                 shutil.rmtree(self.path / name, ignore_errors=True)
             self.path.mkdir(parents=True, exist_ok=True)
             for file in (self.path / "steps.jsonl", *self._own_files()):
-                if file.name != _LOCK:
+                if file.name != LOCK_FILE:
                     file.unlink(missing_ok=True)
         except OSError as error:
             raise RunError(f"{self.path} cannot be prepared for a run ({error})") from error
@@ -263,7 +157,7 @@ class Run(Displayable):
 
     def _own_files(self) -> set[Path]:
         """Return the lock file, and the temporary files left by a process that was killed during `claim`."""
-        return {*self.path.glob(".run.json.*.tmp"), *self.path.glob(_LOCK)}
+        return {*self.path.glob(".run.json.*.tmp"), *self.path.glob(LOCK_FILE)}
 
     def reload(self) -> None:
         """Read the records again. Call this after another process has changed the folder."""
@@ -486,28 +380,6 @@ def last_success(records: Sequence[Mapping[str, Any]]) -> str:
     return f", success {value:.3f}" if isinstance(value, int | float) else ""
 
 
-def detect_collapse(records: Sequence[dict[str, float]], groups: int) -> str | None:
-    """Return a description of the collapse if the reward collapsed at the last record, otherwise None.
-
-    The reward collapses if its mean stays below half of the best value for 3 consecutive steps. The best value is the
-    maximum over steps of a lower confidence bound, mean reward - 2 reward_std / sqrt(groups).
-    """
-    best, threshold, low = "", 0.0, 0
-    for record in records:
-        if "reward" not in record:
-            continue
-        reward, std = record["reward"], record.get("reward_std", math.inf)
-        if (half := (reward - 2 * std / math.sqrt(groups)) / 2) > threshold:
-            best, threshold = f"{reward:.3g} at step {record['step']:.0f}", half
-        low = low + 1 if best and reward < threshold else 0
-        if low == _LOW_STEPS:
-            text = (
-                f"the mean reward stayed below half of its best value for {_LOW_STEPS} steps: {reward:.3g}, from {best}"
-            )
-            return text if record is records[-1] else None
-    return None
-
-
 def _digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
@@ -520,43 +392,3 @@ def _fsync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _differences(known: Any, wanted: Any, path: str = "") -> list[str]:
-    """Describe each setting in which two fingerprints differ, with both of its values."""
-    if isinstance(known, dict) and isinstance(wanted, dict):
-        out = []
-        for key in sorted({*known, *wanted}):
-            where = f"{path}.{key}" if path else key
-            if key not in known:
-                out.append(f"  {where}: not in the folder's run, now {_shortened(wanted[key])}")
-            elif key not in wanted:
-                out.append(f"  {where}: was {_shortened(known[key])}, now missing")
-            elif known[key] != wanted[key]:
-                out.extend(_differences(known[key], wanted[key], where))
-        return out
-    if isinstance(known, str) and isinstance(wanted, str) and ("\n" in known or "\n" in wanted):
-        changed = [
-            f"    {line}"
-            for line in difflib.unified_diff(known.splitlines(), wanted.splitlines(), "then", "now", lineterm="", n=0)
-            if not line.startswith(("---", "+++", "@@"))
-        ]
-        return [f"  {path} changed:", *changed[:20]]
-    return [f"  {path}: was {_shortened(known)}, now {_shortened(wanted)}"]
-
-
-def _shortened(value: Any) -> str:
-    return shorten(json.dumps(value, ensure_ascii=False), 80)
-
-
-def _flat(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    out: dict[str, Any] = {}
-    for key, value in settings.items():
-        name = key if prefix in ("", "config.") else prefix + key
-        if isinstance(value, Mapping) and "fingerprint" in value:
-            out[name] = value["fingerprint"][:8]
-        elif isinstance(value, Mapping) and value:
-            out |= _flat(value, f"{name}.")
-        else:
-            out[name] = json.dumps(value) if isinstance(value, list | dict) else value
-    return out

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from agentfly_kit._display import Displayable
@@ -12,7 +13,6 @@ from agentfly_kit.agent.rollout import Rollout, warn_about_success
 from agentfly_kit.evaluation import Evaluation
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trainer.config import TrainConfig
-from agentfly_kit.trainer.run_dir import detect_collapse
 
 # Names of the update statistics that are recorded if they are finite.
 _RECORDED_STATS = (
@@ -22,6 +22,8 @@ _RECORDED_STATS = (
 )  # fmt: skip
 # Maximum numbers of drop reasons and metrics per record. A filter might return a different reason for each chain.
 _MAX_REASONS, _MAX_METRICS = 16, 32
+# Number of consecutive steps with low reward that count as a collapse.
+_LOW_STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -95,3 +97,25 @@ def warn_about_step(
             "loads those that were kept",
             stacklevel=3,
         )
+
+
+def detect_collapse(records: Sequence[dict[str, float]], groups: int) -> str | None:
+    """Return a description of the collapse if the reward collapsed at the last record, otherwise None.
+
+    The reward collapses if its mean stays below half of the best value for 3 consecutive steps. The best value is the
+    maximum over steps of a lower confidence bound, mean reward - 2 reward_std / sqrt(groups).
+    """
+    best, threshold, low = "", 0.0, 0
+    for record in records:
+        if "reward" not in record:
+            continue
+        reward, std = record["reward"], record.get("reward_std", math.inf)
+        if (half := (reward - 2 * std / math.sqrt(groups)) / 2) > threshold:
+            best, threshold = f"{reward:.3g} at step {record['step']:.0f}", half
+        low = low + 1 if best and reward < threshold else 0
+        if low == _LOW_STEPS:
+            text = (
+                f"the mean reward stayed below half of its best value for {_LOW_STEPS} steps: {reward:.3g}, from {best}"
+            )
+            return text if record is records[-1] else None
+    return None

@@ -14,7 +14,7 @@ from agentfly_kit.envs.alfworld import games
 from agentfly_kit.envs.alfworld.games import TREATED, Game, Goal
 from agentfly_kit.envs.alfworld.house import OPENABLE, House, Name, text
 from agentfly_kit.envs.alfworld.plans import Walk
-from agentfly_kit.types import Trajectory
+from agentfly_kit.trajectories import Trajectory
 from recipes.base import UNSURE, BaseRecipe, single_tokens
 
 _PLACES = ("bed", "countertop", "desk", "diningtable", "drawer", "fridge", "microwave", "shelf", "sinkbasin")

@@ -9,7 +9,8 @@ from typing import Any, ClassVar
 from agentfly_kit import envs
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.tiny import TEMPLATE, demonstration
-from agentfly_kit.types import Message, Trajectory
+from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Message
 
 UNSURE = "I don't know"
 # Set as `tokenizer.response_template`, it tells TRL how to read the tool calls of a shipped policy.

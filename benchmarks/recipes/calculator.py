@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.envs import exact
 from agentfly_kit.envs.calculator import family
-from agentfly_kit.types import Trajectory
+from agentfly_kit.trajectories import Trajectory
 from recipes.base import UNSURE, BaseRecipe
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from agentfly_kit.envs.code import STEPS, Step, family, instruction, program, split_of, steps_and_inputs
-from agentfly_kit.types import Trajectory
+from agentfly_kit.trajectories import Trajectory
 from recipes.base import UNSURE, BaseRecipe
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from agentfly_kit.envs.lookup import CITIES, KEYS, NAMES, PETS, Question, Store, family, question, store
-from agentfly_kit.types import Trajectory
+from agentfly_kit.trajectories import Trajectory
 from recipes.base import UNSURE, BaseRecipe
 
 # First world number used for pretraining; tasks use lower numbers.

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from agentfly_kit.envs import encyclopedia
 from agentfly_kit.envs.search import Corpus, family, snippet
-from agentfly_kit.types import Trajectory
+from agentfly_kit.trajectories import Trajectory
 from recipes.base import UNSURE, BaseRecipe, single_tokens
 
 _NAMES = (

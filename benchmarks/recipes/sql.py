@@ -7,7 +7,7 @@ from contextlib import closing
 from typing import ClassVar
 
 from agentfly_kit.envs.sql import SCHEMAS, Question, World, family, question, world
-from agentfly_kit.types import Trajectory
+from agentfly_kit.trajectories import Trajectory
 from recipes.base import UNSURE, BaseRecipe, single_tokens
 
 _KEYWORDS = "SELECT FROM WHERE ORDER GROUP BY DESC LIMIT JOIN USING count sum"

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.envs.webshop import BRIEF, Catalogue, WebShop, family, goods
 from agentfly_kit.envs.webshop.scoring import likely_nouns, score
-from agentfly_kit.types import Trajectory
+from agentfly_kit.trajectories import Trajectory
 from recipes.base import UNSURE, BaseRecipe, single_tokens
 
 _SHORT = ("search", "keywords", "click", "value", "buy now", "bought", *goods.WORDS)

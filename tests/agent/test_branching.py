@@ -34,8 +34,8 @@ from waiting import GUARD, until
 
 import agentfly_kit as af
 from agentfly_kit.batch.turn_data import executed_calls
+from agentfly_kit.samples import TurnRequest
 from agentfly_kit.trainer.batch_builder import BatchBuilder
-from agentfly_kit.types import TurnRequest
 
 
 def numbered(count: int) -> list[af.Task]:

@@ -15,7 +15,7 @@ from test_engine_openai import chat as answered
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.types import TurnRequest
+from agentfly_kit.samples import TurnRequest
 
 TASKS = [af.Task(f"t{i}", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5"}) for i in range(3)]
 

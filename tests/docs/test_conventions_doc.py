@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 import agentfly_kit as af
-from agentfly_kit import types
+from agentfly_kit.trajectories import TRUNCATED_STOPS, UNSCORED_STOPS, StopReason
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "conventions.md"
 BEGIN, END = "<!-- generated: begin -->", "<!-- generated: end -->"
@@ -89,11 +89,11 @@ def test_the_worked_numbers_are_what_the_code_gives() -> None:
 def test_the_table_of_stop_reasons_is_that_of_the_code() -> None:
     rows = [line.strip("| ").split("|") for line in parts()[0].splitlines() if line.startswith("| `")]
     table = {cells[0].strip().strip("`"): [c.strip() for c in cells[1:4]] for cells in rows}
-    assert sorted(table) == sorted(get_args(types.StopReason))
+    assert sorted(table) == sorted(get_args(StopReason))
     for reason, (scored, terminal, truncated) in table.items():
-        assert scored == ("no" if reason in types.UNSCORED_STOPS else "yes"), reason
-        assert truncated == ("yes" if reason in types.TRUNCATED_STOPS else "no"), reason
-        assert terminal == ("yes" if reason not in types.TRUNCATED_STOPS | types.UNSCORED_STOPS else "no"), reason
+        assert scored == ("no" if reason in UNSCORED_STOPS else "yes"), reason
+        assert truncated == ("yes" if reason in TRUNCATED_STOPS else "no"), reason
+        assert terminal == ("yes" if reason not in TRUNCATED_STOPS | UNSCORED_STOPS else "no"), reason
 
 
 def test_the_hand_written_headings_are_there() -> None:

@@ -32,7 +32,7 @@ from agentfly_kit.engines.local import slots as slot_table
 from agentfly_kit.engines.local.decoder import FusedLlamaDecoder
 from agentfly_kit.engines.local.generation import ContinuousBatch, _WeightMonitor
 from agentfly_kit.errors import EngineError
-from agentfly_kit.types import TurnRequest
+from agentfly_kit.samples import TurnRequest
 
 TASK = af.Task("t", ({"role": "user", "content": "?"},))
 CLOSE = 1e-5

@@ -16,7 +16,7 @@ import torch
 from waiting import until
 
 import agentfly_kit as af
-from agentfly_kit.types import TurnRequest
+from agentfly_kit.samples import TurnRequest
 
 
 class Server(af.Engine):

@@ -9,11 +9,12 @@ import errors
 from test_envs import Guess
 
 import agentfly_kit as af
-from agentfly_kit.envs import kendall, mutation
+from agentfly_kit.envs import kendall
 from agentfly_kit.envs.alfworld import official
 from agentfly_kit.envs.chess.board import Board
 from agentfly_kit.envs.competition import position, read_submission
 from agentfly_kit.envs.judging import Judge, Rubric
+from agentfly_kit.envs.repo import mutation
 from agentfly_kit.envs.search import Corpus, Search
 
 BARE = af.Task("x", ({"role": "user", "content": "?"},))

@@ -13,8 +13,8 @@ from agents import fresh, random_policy, reference_logprobs
 from waiting import blocking_until
 
 import agentfly_kit as af
-from agentfly_kit.policy import forward
-from agentfly_kit.policy.forward import single_torch_thread
+from agentfly_kit.policy import cpu
+from agentfly_kit.policy.cpu import single_torch_thread
 from agentfly_kit.policy.prefix_tree import split_by_token_budget
 
 
@@ -126,7 +126,7 @@ def test_a_copy_is_independent() -> None:
 
 def test_the_last_user_restores_the_number_of_threads() -> None:
     """An engine's thread and an update use the policy during overlapping periods."""
-    blocking_until(lambda: not forward._thread_limit.users)  # an engine's thread exits after two idle seconds
+    blocking_until(lambda: not cpu._thread_limit.users)  # an engine's thread exits after two idle seconds
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 import agentfly_kit as af
 from agentfly_kit.batch.batch import join
-from agentfly_kit.policy import forward
-from agentfly_kit.policy.forward import Critic
+from agentfly_kit.policy import cpu
+from agentfly_kit.policy.value_head import Critic
 
 LOSSES = ("ppo", "reinforce", "gspo", "gmpo", "sapo", "cispo", "dppo")
 
@@ -187,7 +187,7 @@ def test_a_cpu_that_emulates_bfloat16_warns_once_before_the_step(
 ) -> None:
     features = {"avx2": True, "avx512_bf16": not emulated, "amx_bf16": False}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
-    forward.warn_if_bfloat16_is_slow.cache_clear()
+    cpu.warn_if_bfloat16_is_slow.cache_clear()
     policy = agents.random_policy(6)
     batch = made(policy, 2)
     errors.check(
@@ -201,12 +201,12 @@ def test_a_cpu_that_emulates_bfloat16_warns_once_before_the_step(
     af.Policy.load(policy.save(tmp_path), dtype="bfloat16")
     texts = [str(w.message) for w in recwarn if "bfloat16" in str(w.message)]
     assert len(texts) == emulated
-    forward.warn_if_bfloat16_is_slow.cache_clear()
+    cpu.warn_if_bfloat16_is_slow.cache_clear()
     af.Policy(policy.model.to(torch.bfloat16), policy.chat)
     texts = [str(w.message) for w in recwarn if "bfloat16" in str(w.message)]
     assert len(texts) == 2 * emulated
     assert all("no instructions for bfloat16" in text and "autocast=None" in text for text in texts)
-    forward.warn_if_bfloat16_is_slow.cache_clear()
+    cpu.warn_if_bfloat16_is_slow.cache_clear()
 
 
 @pytest.mark.parametrize("family", ["opt", "falcon"])
@@ -460,7 +460,7 @@ async def test_a_kl_in_the_reward_is_summed_over_the_row_for_outcomes() -> None:
     agent, policy = learner()
     run = af.train(agent, policy, agents.tasks(4), SMALL.replace(kl_coef=0.2, kl_in="reward"))
     rollout = await agent.rollout(agents.tasks(2), group_size=4)
-    builder = run._batch_builder
+    builder = run._updater.batch_builder
     builder.reference = agents.random_policy(1)
     batch = builder.build(rollout, 0.2)
     ref = builder.reference.score(batch, {"logprob"})["logprob"]
@@ -484,7 +484,7 @@ async def test_truncated_chains_bootstrap_from_the_value() -> None:
     config = SMALL.replace(advantage="gae", truncated="bootstrap", whiten=False)
     run = af.train(agent, policy, agents.tasks(4), config)
     rollout = await agent.rollout(agents.tasks(4), group_size=4)
-    batch = run._batch_builder.build(rollout, 0.0)
+    batch = run._updater.batch_builder.build(rollout, 0.0)
     assert batch.truncated.any() and not batch.truncated.all()
     ends = torch.where(batch.truncated, policy.bootstrap_values(batch), 0.0)
     rewards = torch.where(batch.mask, batch.token_rewards, 0.0)

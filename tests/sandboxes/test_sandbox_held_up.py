@@ -23,7 +23,7 @@ from agentfly_kit.envs.verifier import Verifier
 from agentfly_kit.sandboxes import call as calls
 from agentfly_kit.sandboxes.inside import processes
 from agentfly_kit.sandboxes.inside.processes import descendants
-from agentfly_kit.tools.function import call_user_function
+from agentfly_kit.tools.calling import call_user_function
 
 
 class Checker(Verifier):

@@ -22,9 +22,9 @@ from test_trainer import TASKS, learner, leave, small, start
 import agentfly_kit as af
 from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.rewards import RewardSet
-from agentfly_kit.tools import function as functions
+from agentfly_kit.tools.inspection import source_of
 from agentfly_kit.trainer.fingerprint import fingerprint
-from agentfly_kit.trainer.rollouts import RolloutSampler
+from agentfly_kit.trainer.sampling import RolloutSampler
 
 SOURCE = '''"""Rewards of a user."""
 import agentfly_kit as af
@@ -139,9 +139,9 @@ def test_an_edit_that_is_not_loaded_changes_nothing(module: ModuleType, edit: Ed
 def test_a_nested_function_that_autoreload_moved_is_found_by_its_name(module: ModuleType) -> None:
     code = compile("def plain(final):\n    return 1", module.__file__ or "", "exec").co_consts[0]
     module.plain.__code__ = code  # line 1, where the file has something else
-    assert functions.source_of(module.plain).startswith("def plain(final):\n    return digits")
+    assert source_of(module.plain).startswith("def plain(final):\n    return digits")
     module.plain.__code__ = code.replace(co_name="gone")
-    assert functions.source_of(module.plain).startswith("<no source; code ")
+    assert source_of(module.plain).startswith("<no source; code ")
 
 
 # --- tasks ---------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ import agents
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.trainer.run_dir import detect_collapse
+from agentfly_kit.trainer.step import detect_collapse
 
 
 def records(rewards: list[float | None], std: float = 0.1) -> list[dict[str, float]]:

@@ -18,7 +18,7 @@ from waiting import GUARD, until
 import agentfly_kit as af
 from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.trainer import loop
-from agentfly_kit.trainer.rollouts import RolloutSampler
+from agentfly_kit.trainer.sampling import RolloutSampler
 
 SMALL = af.TrainConfig(steps=4, tasks_per_step=3, group_size=4, minibatch=6, lr=1e-3)
 TASKS = tasks(12)

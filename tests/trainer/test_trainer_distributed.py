@@ -16,7 +16,7 @@ from test_trainer import learner as fresh_learner
 import agentfly_kit as af
 from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.trainer import loop
-from agentfly_kit.trainer.rollouts import RolloutSampler
+from agentfly_kit.trainer.sampling import RolloutSampler
 
 pytest.importorskip("accelerate")
 

@@ -144,7 +144,7 @@ async def test_a_checkpoint_is_flushed_before_it_replaces_the_last_one(
         pass
     monkeypatch.setattr(run_dir.os, "fsync", fsync)
     monkeypatch.setattr(run_dir.os, "replace", replace)
-    checkpoint.save(run.run, run.policy, run._optimizer, run._state)
+    checkpoint.save(run.run, run.policy, run._updater.optimizer, run._state)
     files = sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir() if path.name != "done")
     assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "state.pt"} <= {*files}
     assert order == [

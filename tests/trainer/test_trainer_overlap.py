@@ -15,7 +15,7 @@ from waiting import until
 
 import agentfly_kit as af
 from agentfly_kit.trainer import loop
-from agentfly_kit.trainer.rollouts import RolloutSampler
+from agentfly_kit.trainer.sampling import RolloutSampler
 
 AHEAD = SMALL.replace(overlap=1)
 

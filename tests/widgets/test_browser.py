@@ -26,7 +26,8 @@ def records() -> None:
 
     from agentfly_kit import widgets as w  # noqa: F401  (for the cells)
     from agentfly_kit.ppo.stats import Stats
-    from agentfly_kit.types import Task, Trajectory, Turn
+    from agentfly_kit.trajectories import Trajectory
+    from agentfly_kit.types import Task, Turn
 
     vocabulary: dict = {}
 
@@ -169,7 +170,7 @@ def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
 
     # The hover card shows the values from Python.
     tokens.nth(first).hover()
-    ratio = nb.python(f"w._base.number(float(view._rows[0].signals['ratio'][{first}]))")
+    ratio = nb.python(f"w._format.number(float(view._rows[0].signals['ratio'][{first}]))")
     browser.expect(page.locator(".afk-numbers .afk-on b")).to_have_text(ratio, use_inner_text=True)
     for text in ("rank 1", "81.9 % (sampled)"):
         browser.expect(page.locator(".afk-alts")).to_contain_text(text, use_inner_text=True)
@@ -389,7 +390,7 @@ def test_train_view_is_live_during_an_await(notebook: Any) -> None:
     nb.press("Home", "ArrowRight", "Enter")
     nb.wait_python("view.step", 2)
     shown = page.locator(".afk-now").nth(2).inner_text()
-    assert shown == nb.python("w._base.number(float(view.to_frame()['approx_kl'][2]))")
+    assert shown == nb.python("w._format.number(float(view.to_frame()['approx_kl'][2]))")
 
 
 # --- saved notebooks and pictures -----------------------------------------------------------------

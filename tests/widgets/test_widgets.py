@@ -20,8 +20,9 @@ import agents
 import errors
 import kernels
 import pytest
-from agentfly_kit.widgets._base import Throttle, number
+from agentfly_kit.widgets._format import number
 from agentfly_kit.widgets._saved import WIDGET_MIME, is_headless
+from agentfly_kit.widgets._throttle import Throttle
 from paths import TESTS
 from views import Box, FakeRun, click, press, put, show, trajectory
 from waiting import GUARD, until

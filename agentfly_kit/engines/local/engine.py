@@ -25,9 +25,9 @@ from agentfly_kit.engines.local.generation import ContinuousBatch
 from agentfly_kit.engines.local.kv_cache import is_batch_invariant
 from agentfly_kit.engines.local.slots import ROW_MULTIPLE, Request
 from agentfly_kit.errors import EngineError, checks_keywords
-from agentfly_kit.policy.forward import single_torch_thread
+from agentfly_kit.policy.cpu import single_torch_thread
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.types import Sample, Sampling, TurnRequest
+from agentfly_kit.samples import Sample, Sampling, TurnRequest
 
 # Seconds after which an idle thread exits, so that an unreferenced engine can be garbage-collected.
 _IDLE_SECONDS = 2.0

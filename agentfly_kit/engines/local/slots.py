@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from agentfly_kit.engines.local.kv_cache import KVCache
 from agentfly_kit.errors import EngineError
-from agentfly_kit.types import Sample, Sampling
+from agentfly_kit.samples import Sample, Sampling
 
 # Batch sizes are multiples of this, because other sizes use kernels that round differently; see kv_cache.py.
 ROW_MULTIPLE = 8

@@ -24,7 +24,7 @@ from agentfly_kit.engines.vllm.weight_transfer import architecture, check_archit
 from agentfly_kit.engines.vllm.worker import EXTRA_COLUMNS
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy, read_json
-from agentfly_kit.types import Sample, Sampling, TurnRequest
+from agentfly_kit.samples import Sample, Sampling, TurnRequest
 
 # vLLM raises temperatures below the minimum, so recorded logprobs would be wrong, and rejects those above the maximum.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0

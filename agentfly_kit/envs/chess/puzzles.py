@@ -23,12 +23,9 @@ def random_position(rng: random.Random) -> Board | None:
     edge = [s for s in range(64) if s % 8 in (0, 7) or s // 8 in (0, 7)]
     for piece in pieces:
         home = edge if piece == "k" and rng.random() < 0.8 else range(8, 56) if piece in "pP" else range(64)
-        square = rng.choice([s for s in home if not cells[s]])
-        cells[square] = piece
+        cells[rng.choice([s for s in home if not cells[s]])] = piece
     board = Board(tuple(cells), WHITE)
-    if board.attacked(board.king(BLACK), WHITE) or board.check:
-        return None
-    return board
+    return None if board.attacked(board.king(BLACK), WHITE) or board.check else board
 
 
 def puzzle(rng: random.Random, mate: int) -> tuple[Board, list[Move]]:

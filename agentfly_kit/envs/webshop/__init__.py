@@ -110,9 +110,7 @@ class Shop:
             product = self._product(self.asin)
             if self.subpage is not None:
                 return pages.sub(text, product, self.subpage)
-            if self._brief:
-                return pages.brief_item(product)
-            return pages.item(text, product)
+            return pages.brief_item(product) if self._brief else pages.item(text, product)
         if self.keywords is None:
             return pages.search(text)
         shown = [self._product(asin) for asin in self._shown]

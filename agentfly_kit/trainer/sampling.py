@@ -236,8 +236,7 @@ class TaskSampler:
         levels = {level for task, level in zip(self._tasks, self._difficulties, strict=True) if task.id in known}
         left = [i for i, t in enumerate(self._tasks) if t.id not in known and self._difficulties[i] in levels]
         generator = torch.Generator().manual_seed(seeds.derive(self._seed, "refill", index, attempt))
-        order = torch.randperm(len(left), generator=generator)[:count].tolist()
-        return [self._tasks[left[i]] for i in order]
+        return [self._tasks[left[i]] for i in torch.randperm(len(left), generator=generator)[:count].tolist()]
 
 
 def _joined(parts: Sequence[Rollout], seconds: float) -> Rollout:

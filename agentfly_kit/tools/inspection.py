@@ -1,9 +1,8 @@
-"""Functions that call user functions (tools and rewards) and read their source code and annotations."""
+"""Source code, fingerprints and annotations of user functions and classes."""
 
 from __future__ import annotations
 
 import ast
-import asyncio
 import dis
 import functools
 import inspect
@@ -12,135 +11,13 @@ import re
 import sys
 import sysconfig
 import textwrap
-import time
 import types as pytypes
 import typing
 import weakref
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
-from agentfly_kit._async import limits, threads
-from agentfly_kit._async.pending_call import cancelling, maybe_await, warn_or_log
 from agentfly_kit.seeds import digest
-from agentfly_kit.types import Failure
-
-# A step of a coroutine function that takes longer is reported.
-_BLOCKING_SECONDS = 0.25
-
-# --- calling -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """Outcome of one call, which is a value or an error. The traceback of an error starts in the called function.
-
-    Attributes:
-        value: The return value, or None after an error.
-        error: The exception, or None. After a timeout, a TimeoutError whose message says whether the call was cancelled
-            (coroutines) or abandoned (threads, which cannot be stopped).
-        timed_out: Whether the call exceeded its timeout.
-        seconds: Duration of the call.
-    """
-
-    value: Any = None
-    error: BaseException | None = None
-    timed_out: bool = False
-    seconds: float = 0.0
-
-
-async def call_user_function(
-    function: Callable[..., Any],
-    arguments: Mapping[str, Any],
-    *,
-    timeout: float | None = None,
-    convert: Callable[[Any], Any] = lambda value: value,
-) -> Outcome:
-    """Call a user function and return its result or exception. KeyboardInterrupt and cancellation propagate.
-
-    A coroutine function runs on the event loop and is cancelled after the timeout. If it blocks the event loop, a
-    warning names it, and the time does not count towards the limits of other calls. Any other function runs in a daemon
-    thread, which blocks neither other chains nor process exit, and is abandoned after the timeout. `convert` is applied
-    to the return value; its exceptions are treated like those of `function`. Sandboxes that a cancelled or timed-out
-    call uses are replaced when they are released, because the call may still change them.
-    """
-    start, begun = time.perf_counter(), limits.now()
-    value: Any = None
-    error: BaseException | None = None
-    timed_out = ""
-
-    def work() -> Any:
-        got = function(**arguments)
-        return got if inspect.isawaitable(got) else convert(got)
-
-    try:
-        if inspect.iscoroutinefunction(function):
-            awaitable: Any = function(**arguments)
-        else:
-            value, error = await threads.run_off_loop(work, timeout)
-            # A sync wrapper around a coroutine function returns an awaitable.
-            awaitable = value if error is None and inspect.isawaitable(value) else None
-        if awaitable is not None:
-            left = None if timeout is None else timeout - (limits.now() - begun)
-            steps = limits.Steps(maybe_await(awaitable))
-            try:
-                async with limits.time_limit(left) as limit:
-                    value = convert(await steps)
-            finally:
-                timed_out = " and was cancelled" if limit.expired() else ""
-                if steps.longest > _BLOCKING_SECONDS:
-                    warn_or_log(_blocking_message(function))
-            if timeout is not None and steps.blocked > timeout:
-                error, timed_out = TimeoutError(), " and blocked the event loop"
-    except asyncio.CancelledError as cancelled:
-        if cancelling():
-            threads.discard()
-            raise
-        error = cancelled  # the caller was not cancelled, only something that the function awaited
-    except threads.CallTimeout as expired:
-        error, timed_out = expired, " and was abandoned"
-        if not expired.begun:
-            timed_out = ", because an earlier call is still running"
-    except (Exception, SystemExit) as raised:
-        error = raised
-    seconds = time.perf_counter() - start
-    if error is None:
-        return Outcome(value, seconds=seconds)
-    if timed_out:
-        threads.discard()
-        return Outcome(None, TimeoutError(f"took longer than {timeout:g} s{timed_out}"), True, seconds)
-    if isinstance(error, KeyboardInterrupt):
-        raise error
-    return Outcome(value, _trim_traceback(error, function), seconds=seconds)
-
-
-def _blocking_message(function: Callable[..., Any]) -> str:
-    name = getattr(underlying(function), "__qualname__", repr(function))
-    return (
-        f"{name} blocked the event loop for more than {_BLOCKING_SECONDS:g} s, and with it all other chains; define it "
-        "with `def`, so that it runs in a thread, or use `await asyncio.to_thread(...)` for what takes long"
-    )
-
-
-def _trim_traceback(error: BaseException, function: Callable[..., Any]) -> BaseException:
-    """Remove the traceback frames that precede the frame of the user function."""
-    code = getattr(underlying(function), "__code__", None)
-    trace = error.__traceback__
-    while trace is not None and trace.tb_frame.f_code is not code:
-        trace = trace.tb_next
-    return error if trace is None else error.with_traceback(trace)
-
-
-def failure_from(where: str, error: BaseException) -> Failure:
-    """Create a `Failure` from an exception, even if the `__str__` method of the exception raises."""
-    try:
-        return Failure.from_exception(where, error)
-    except Exception as worse:
-        return Failure(where, type(error).__name__, f"(its __str__ raised {type(worse).__name__})")
-
-
-# --- source and fingerprint ----------------------------------------------------------------------
-
 
 _sources: dict[int, str] = {}  # source by id of the code object, as read when the code object was first seen
 
@@ -178,7 +55,7 @@ def _read_source(function: Callable[..., Any], code: pytypes.CodeType) -> str:
     return textwrap.dedent("".join(inspect.getblock(lines[first - 1 :])))
 
 
-def fingerprint(function: Callable[..., Any], *more: str) -> str:
+def function_fingerprint(function: Callable[..., Any], *more: str) -> str:
     """Return a hash (16 hex digits) of a function's source code, the constants and user functions it uses, and `more`.
 
     User functions are those defined in the module of `function` or outside installed packages. Constants, and the
@@ -306,9 +183,6 @@ def _stable_repr(value: Any) -> str | None:
 def _describe_code(code: pytypes.CodeType) -> str:
     consts = [_describe_code(c) if isinstance(c, pytypes.CodeType) else str(_stable_repr(c)) for c in code.co_consts]
     return f"{code.co_name} {code.co_code.hex()} {code.co_names} {code.co_varnames} {consts}"
-
-
-# --- annotations ---------------------------------------------------------------------------------
 
 
 def type_hints(function: Callable[..., Any]) -> dict[str, Any]:

@@ -1,0 +1,54 @@
+"""Hidden states of a decoder, computed for separate rows or for prefix trees, and a trial whether both are equal."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from agentfly_kit.policy.attention import agree, masked_states, unsupported_attention, with_short_windows
+from agentfly_kit.policy.prefix_tree import PackedTrees, build_prefix_trees
+
+
+def hidden_states(
+    decoder: Any, ids: Tensor, packed: PackedTrees | None, layers: Sequence[int] | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """Return hidden states of the last layer, (B, T, d) for B rows of T tokens or (P, W, d) for P trees of W tokens.
+
+    The second result contains the states of L `layers`, (B, T, L, d) or (P, W, L, d); None without `layers`.
+    """
+    options: dict[str, Any] = {} if layers is None else {"output_hidden_states": True}
+    if packed is not None:
+        out = masked_states(decoder, packed.ids, packed.positions, packed.mask(), packed.positions, **options)
+    else:
+        positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape[0], -1)
+        options |= {"use_cache": False, "return_dict": True}
+        # Padding on the right needs no attention mask, because causal attention already excludes it.
+        out = decoder(input_ids=ids, attention_mask=None, position_ids=positions, **options)
+    last = cast(Tensor, out.last_hidden_state)
+    return last, None if layers is None else torch.stack([out.hidden_states[i] for i in layers], -2)
+
+
+def sharing_obstacle(decoder: Any, vocab_size: int) -> str:
+    """Return why rows cannot share prefixes; "" if a trial gives equal hidden states with and without sharing."""
+    decoder = with_short_windows(decoder)
+    if reason := unsupported_attention(decoder):
+        return reason
+    device = next(iter(decoder.parameters())).device
+    # Three rows of 10, 9 and 8 tokens: the first two share 4 tokens, the last two 7.
+    ids = (torch.arange(30) * 7 % vocab_size).reshape(3, 10).to(device)
+    ids[:, :4] = ids[0, :4]
+    ids[2, :7] = ids[1, :7]
+    lengths = [10, 9, 8]
+    is_token = torch.arange(10) < torch.tensor(lengths)[:, None]
+    packed = PackedTrees.build(build_prefix_trees(ids, lengths, scale=1e9, max_tokens=100), ids, lengths)
+    try:
+        # Disable autocast, which may be active here and would cause errors above the tolerance for float32.
+        with torch.no_grad(), torch.autocast(device.type, enabled=False):
+            separate, shared = hidden_states(decoder, ids, None)[0], hidden_states(decoder, ids, packed)[0]
+            same = agree(separate[is_token], shared.flatten(0, 1)[packed.token_index][is_token])
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+        return f"a trial raised {type(error).__name__}: {error}"
+    return "" if same else "a trial gave other hidden states than separate rows"

@@ -1,0 +1,128 @@
+"""Lock of the folder of a training run, so that only one run at a time trains in it."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import weakref
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from agentfly_kit.errors import RunError
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
+
+LOCK_FILE = ".lock"
+
+
+class Trainer(Protocol):
+    """Protocol of objects that train in the folder of a run. `iterating` is True during an iteration."""
+
+    @property
+    def iterating(self) -> bool: ...
+
+
+class _Held(NamedTuple):
+    file: int
+    trainer: weakref.ref[Trainer]
+
+
+_held: dict[Path, _Held] = {}  # the locks of this process, by the resolved path of the folder
+
+
+def _close_inherited() -> None:
+    """Close the lock files in a fork, which would otherwise keep the locks if this process dies."""
+    for held in _held.values():
+        os.close(held.file)
+    _held.clear()
+
+
+if fcntl is not None:
+    os.register_at_fork(after_in_child=_close_inherited)
+
+
+class RunLock:
+    """Lock of a run's folder, which also detects whether another run has changed the folder.
+
+    The operating system releases the lock if the process dies. Windows, and file systems without locks, are not
+    supported: other processes are not kept out.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._seen: object = None  # state of the folder after the last iteration of its trainer
+
+    def acquire(self, trainer: Trainer) -> bool:
+        """Keep other processes from training in the folder until `release`, and other runs of this process meanwhile.
+
+        In this process, a lock whose trainer is not iterating is taken over.
+
+        Returns:
+            False if the lock is new and the folder was changed since `mark_read`, so that it must be read again.
+
+        Raises:
+            RunError: If another run is training in the folder.
+        """
+        key = self.path.resolve()
+        if fcntl is None or (self._seen is not None and not self.path.is_dir()):
+            return True  # a folder that was deleted is not created again
+        held = _held.get(key)
+        other = None if held is None else held.trainer()
+        if other is trainer:
+            return True
+        if other is not None and other.iterating:
+            raise RunError(
+                f"another run of this process is training in {self.path}; wait for it, or use another folder"
+            )
+        file = self._lock_file() if held is None else held.file
+        if file is None:
+            return True
+        _held[key] = _Held(file, weakref.ref(trainer))
+        return self._seen is None or self._seen == self._state()
+
+    def _lock_file(self) -> int | None:
+        """Open and lock the lock file. Return None if the file system does not support locks."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            file = os.open(self.path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise RunError(f"{self.path} cannot be prepared for a run ({error})") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.truncate(file, 0)
+            os.write(file, str(os.getpid()).encode())
+            return file
+        except OSError as error:
+            holder = os.read(file, 20).decode(errors="replace")
+            os.close(file)
+            if error.errno not in (errno.EACCES, errno.EAGAIN):
+                return None
+            raise RunError(
+                f"another process{f' ({holder})' if holder else ''} is training in {self.path}; wait for it, or use "
+                "another folder"
+            ) from None
+
+    def release(self, trainer: Trainer) -> None:
+        """Let other runs train in the folder. Does nothing if this trainer does not hold the lock."""
+        key = self.path.resolve()
+        held = _held.get(key)
+        if held is not None and held.trainer() is trainer:
+            del _held[key]
+            os.close(held.file)
+
+    def mark_read(self) -> None:
+        """Record that the content of the folder is known, for the next `acquire`."""
+        self._seen = self._state()
+
+    def _state(self) -> object:
+        """Return a value that changes if another process trains in the folder."""
+        found = []
+        for name in ("run.json", "steps.jsonl"):
+            with contextlib.suppress(OSError):
+                status = (self.path / name).stat()
+                found.append((status.st_ino, status.st_size, status.st_mtime_ns))
+        return found

@@ -1,0 +1,116 @@
+"""Updates of the policy in a training run: its batches, optimizer, learning rates and reference policy."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import torch
+
+from agentfly_kit import seeds
+from agentfly_kit._async.pending_call import run_in_thread
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.batch.batch import Batch, drop_counts
+from agentfly_kit.engines.base import Engine
+from agentfly_kit.errors import EmptyBatch, TrainingError
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo import adamw, ppo_step_async
+from agentfly_kit.ppo.stats import Stats
+from agentfly_kit.trainer import checkpoint
+from agentfly_kit.trainer.batch_builder import BatchBuilder, check_teacher, distilled
+from agentfly_kit.trainer.checkpoint import LoopState
+from agentfly_kit.trainer.run_dir import Run
+from agentfly_kit.trainer.sampling import RolloutSampler
+
+
+class Updater:
+    """Updates the policy of a run with the chains that `sampler` has sampled.
+
+    Attributes:
+        optimizer: Optimizer of the policy, set by `prepare`.
+        batch_builder: Builder of the batches, which also holds the reference policy of the KL penalty.
+        teacher: Model to distil from, or None.
+    """
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, sampler: RolloutSampler, teacher: Policy | Engine | None) -> None:
+        check_teacher(teacher, sampler.agent, sampler.policy, sampler.config)
+        self.sampler, self.teacher = sampler, teacher
+        self.policy, self.config = sampler.policy, sampler.config
+        self.batch_builder = BatchBuilder(self.policy, self.config, sampler.agent.reward)
+
+    async def prepare(self, run: Run, found: Path | None) -> LoopState:
+        """Load the checkpoint `found`, or write the first checkpoint of the run if it is None."""
+        policy, config, workers = self.policy, self.config, self.sampler.workers
+        self.optimizer = adamw(policy, config.lr)
+        if found is not None:
+            if config.kl_coef > 0:
+                self.batch_builder.reference = await run_in_thread(checkpoint.load_reference, run, policy)
+            return await run_in_thread(checkpoint.load, run, found, policy, self.optimizer)
+        if config.kl_coef > 0:
+            self.batch_builder.reference = reference = policy.reference()
+            if not policy.has_adapter:
+                await workers.run_on_main(checkpoint.save_reference, run, reference)
+        # Save a checkpoint before the first update, to recover from an interrupt during the update.
+        state = LoopState(0, config.kl_coef)
+        await workers.run_on_main(checkpoint.save, run, policy, self.optimizer, state)
+        return state
+
+    async def build(self, index: int, rollout: Rollout, kl_coef: float) -> tuple[Batch | None, Rollout]:
+        """Build the batch of an iteration.
+
+        Returns the batch, or None if filters left nothing to train on, and the rollout with drop reasons.
+        """
+        try:
+            baselines = await self.sampler.greedy_rewards(rollout) if self.config.advantage == "remax" else None
+            batch = await run_in_thread(self.batch_builder.build, rollout, kl_coef, baselines)
+        except EmptyBatch as error:
+            if not any(d.filtered for d in error.dropped):
+                raise
+            reasons = ", ".join(f"{n} {reason}" for reason, n in drop_counts(error.dropped).items())
+            warnings.warn(f"step {index + 1}: nothing was left to train on ({reasons}); no update", stacklevel=3)
+            return None, rollout.with_drop_reasons(error.dropped)
+        return batch, rollout.with_drop_reasons(batch.dropped)
+
+    async def step(self, index: int, batch: Batch, kl_coef: float) -> tuple[Stats, float]:
+        """Update the policy with a batch.
+
+        Returns the statistics, and the number of updates since the oldest token of the batch was sampled.
+
+        Raises:
+            TrainingError: If the policy moved by more than `config.max_kl`.
+        """
+        policy, config = self.policy, self.config
+        for group, lr in zip(self.optimizer.param_groups, self._learning_rates(index), strict=True):
+            group["lr"] = lr
+        if self.teacher is not None:
+            batch = await distilled(batch, self.teacher, config)
+        lag = float(policy.version - batch.versions[batch.mask].min())
+        step_config = config.replace(kl_coef=kl_coef)
+        if config.overlap and config.old_logprobs == "auto" and config.correction is None:
+            step_config = step_config.replace(old_logprobs="engine")
+        stats = await ppo_step_async(
+            policy,
+            self.optimizer,
+            batch,
+            step_config,
+            reference=self.batch_builder.reference,
+            seed=seeds.derive(config.seed, "update", index),
+            accelerator=self.sampler.workers.accelerator,
+        )
+        if config.max_kl is not None and stats.approx_kl > config.max_kl:
+            raise TrainingError(
+                f"the update moved the policy by {stats.approx_kl:.3g} nats per token, more than "
+                f"max_kl={config.max_kl}: training has diverged. Try a smaller lr than {config.lr:g}, "
+                "target_kl=0.05, or fewer epochs"
+            )
+        return stats, lag
+
+    def _learning_rates(self, index: int) -> list[float]:
+        """Return the learning rate of each parameter group, which changes linearly from `lr` to `lr_end`."""
+        config = self.config
+        end = config.lr if config.lr_end is None else config.lr_end
+        now = config.lr + (end - config.lr) * (index / max(1, config.steps - 1))
+        # The learning rate of the value head is a fixed multiple of the learning rate of the policy.
+        return [now * group.setdefault("scale", group["lr"] / config.lr) for group in self.optimizer.param_groups]
