@@ -37,6 +37,8 @@ SUBMISSIONS = (
 
 
 @errors.table(
+    (lambda: af.envs.maze, AttributeError, "agentfly_kit.envs.maze was removed in 0.3; use another family, such as "),
+    (lambda: af.envs.to_gymnasium, AttributeError, "was removed in 0.3; use af.envs.tools and af.envs.reward, or "),
     (
         lambda: af.envs.alfworld.tasks(1, "test", size="huge"),
         af.errors.SettingsError,
