@@ -12,7 +12,7 @@ from processes import running
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.envs import mutation
+from agentfly_kit.envs.repo import mutation
 
 ONE = next(
     task for task in af.envs.repo.tasks(30, "train") if [b["file"] for b in task.fields["bugs"]] == ["stall/money.py"]

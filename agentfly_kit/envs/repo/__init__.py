@@ -15,211 +15,29 @@ lines to break before the chain starts; and `failing`, the tests that fail becau
 
 from __future__ import annotations
 
-import ast
 import functools
 import inspect
 import json
 import os
 import random
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.resources import as_file
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from agentfly_kit import task_files
-from agentfly_kit.envs import mutation
 from agentfly_kit.envs.base import SandboxEnvironment
 from agentfly_kit.envs.family import Family, Move, hash_split, row_id, tool_outputs
+from agentfly_kit.envs.repo import mutation
+from agentfly_kit.envs.repo.grading import HELD_BACK, MOST_BYTES, MOST_FILES, Repository, grade, repository
 from agentfly_kit.errors import SettingsError, TaskError, ToolError
 from agentfly_kit.sandboxes.files import FileSandbox
-from agentfly_kit.sandboxes.grader import Grade, Grader
+from agentfly_kit.sandboxes.grader import Grader
 from agentfly_kit.sandboxes.settings import forward_signature
 from agentfly_kit.sandboxes.shell import ShellResult
 from agentfly_kit.tools import builtin
 from agentfly_kit.tools.tool import Tool, tool
 from agentfly_kit.types import Message, Task
-
-# Maps a path relative to the repository to the content of the file.
-Texts = dict[str, str]
-
-# --- repositories --------------------------------------------------------------------------------
-
-_HELD_BACK = "hidden/"
-_MOST_FILES, _MOST_BYTES = 500, 2**21
-
-
-@dataclass(frozen=True)
-class Repository:
-    """A program and its tests. `tests` contains tests/test_*.py and hidden/test_*.py, `files` all other files."""
-
-    files: Mapping[str, str]
-    tests: Mapping[str, str]
-
-    @property
-    def seen(self) -> Texts:
-        """Files that the chain finds in its folder: all but the hidden tests."""
-        return {**self.files, **{path: text for path, text in self.tests.items() if not path.startswith(_HELD_BACK)}}
-
-    @property
-    def modules(self) -> list[str]:
-        """Modules that the tests may import: the dotted name of every Python file and of its parent packages."""
-        found: set[str] = set()
-        for path in self.files:
-            parts = path.removesuffix(".py").removesuffix("/__init__").split("/")
-            if path.endswith(".py") and all(part.isidentifier() for part in parts):
-                found |= {".".join(parts[: n + 1]) for n in range(len(parts))}
-        return sorted(found)
-
-    @functools.cached_property
-    def cases(self) -> tuple[tuple[str, str], ...]:
-        """All tests, as (path, function name), sorted by path.
-
-        Raises:  TaskError for a test file that is not valid Python.
-        """
-        found = []
-        for path, text in sorted(self.tests.items()):
-            try:
-                tree = ast.parse(text, path)
-            except SyntaxError as error:
-                raise TaskError(f"{path}: {error}") from None
-            found += [
-                (path, node.name)
-                for node in tree.body
-                if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
-            ]
-        return tuple(found)
-
-    def broken(self, bugs: Iterable[Mapping[str, Any]]) -> Repository:
-        """Return a copy of the repository with the bugs applied.
-
-        Raises:  TaskError if a line does not have the content that its bug expects.
-        """
-        files = dict(self.files)
-        for bug in bugs:
-            lines = files.get(bug["file"], "").splitlines(keepends=True)
-            at = bug["line"] - 1
-            if not 0 <= at < len(lines) or lines[at].rstrip("\n") != bug["right"]:
-                raise TaskError(
-                    f"the repository does not have the line {bug['right']!r} at {bug['file']}:{bug['line']}"
-                )
-            lines[at] = bug["broken"] + "\n"
-            files[bug["file"]] = "".join(lines)
-        return Repository(files, self.tests)
-
-
-def _is_test(path: str) -> bool:
-    return re.fullmatch(r"(tests|hidden)/(.*/)?test_[^/]*\.py", path) is not None
-
-
-def repository(folder: str | Path | None = None) -> Repository:
-    """Read the repository in a folder, by default the included `stall`. Binary and hidden files are skipped.
-
-    Raises:  SettingsError if the folder does not exist, has no tests, or is too large to be copied for every chain.
-    """
-    if folder is None:
-        return _shipped()
-    if not Path(folder).is_dir():
-        raise SettingsError(f"repository must be an existing folder, got {str(folder)!r}")
-    return _read(Path(folder))
-
-
-@functools.cache
-def _shipped() -> Repository:
-    with as_file(task_files.bundled_folder().joinpath("repo")) as folder:
-        return _read(folder)
-
-
-def _read(top: Path) -> Repository:
-    files: Texts = {}
-    tests: Texts = {}
-    size = 0
-    for file in sorted(top.rglob("*")):
-        inside = file.relative_to(top)
-        if not file.is_file() or any(part.startswith(".") or part == "__pycache__" for part in inside.parts):
-            continue
-        try:
-            text = file.read_text(encoding="utf-8")
-        except (UnicodeDecodeError, OSError):
-            continue
-        path = inside.as_posix()
-        size += len(text)
-        if len(files) + len(tests) >= _MOST_FILES or size > _MOST_BYTES:
-            raise SettingsError(
-                f"the repository {str(top)!r} must have at most {_MOST_FILES} files and {_MOST_BYTES // 2**20} MB of "
-                "text, because every chain gets a copy"
-            )
-        if _is_test(path):
-            tests[path] = text
-        elif not path.startswith(_HELD_BACK) and path not in _OURS:
-            files[path] = text
-    if not tests:
-        raise SettingsError(f"the repository {str(top)!r} has no tests/test_*.py; add tests, which grade the result")
-    return Repository(dict(sorted(files.items())), dict(sorted(tests.items())))
-
-
-# Files in the included repository's folder that do not belong to the repository.
-_OURS = ("bugs.jsonl", "ORIGIN.md")
-
-# --- grading -------------------------------------------------------------------------------------
-
-_LOAD = """
-import linecache, types
-spaces = {}
-def run(path, name):
-    if path not in spaces:
-        space = {"__name__": path}
-        linecache.cache[path] = (len(files[path]), None, files[path].splitlines(keepends=True), path)
-        exec(compile(files[path], path, "exec", dont_inherit=True), space)
-        spaces[path] = space
-    spaces[path][name]()
-"""
-
-
-async def grade(
-    grader: Grader,
-    repository: Repository,
-    files: Mapping[str, str | bytes],
-    *,
-    only: Collection[str] | None = None,
-    seconds: float = 3.0,
-    total: float = 30.0,
-) -> dict[str, str | None]:
-    """Run the repository's tests against other versions of its files, in fresh processes.
-
-    Tests get copies of plain data and proxies of all other objects of the program; see `Grader.grade`.
-
-    Args:
-        grader: the grader that runs the tests.
-        repository: the repository with the original tests.
-        files: the files to test, by path.
-        only: paths of the test files to run; by default all.
-        seconds: time limit per test.
-        total: time limit for all tests.
-
-    Returns: a dictionary that maps each test to None if it passed, else to the error.
-    """
-    cases = [case for case in repository.cases if only is None or case[0] in only]
-    if not cases:
-        return {}
-    texts = {path: repository.tests[path] for path, _ in cases}
-    # Without exec, the grader would try to take names that the setup defines, such as `files`, from the submission.
-    setup = f"exec({f'files = {texts!r}' + _LOAD!r}, globals())"
-    found: Grade = await grader.grade(
-        "",
-        [f"run({path!r}, {name!r})" for path, name in cases],
-        setup=setup,
-        files=files,
-        modules=repository.modules,
-        timeout=seconds,
-        total=total,
-    )
-    return {
-        f"{path}::{name}": None if verdict.passed else verdict.error or "it failed"
-        for (path, name), verdict in zip(cases, found.verdicts, strict=True)
-    }
-
 
 # --- the environment -----------------------------------------------------------------------------
 
@@ -317,14 +135,14 @@ class Repo(SandboxEnvironment):
             return found
         size = 0
         for name in names:
-            if not name.endswith(".py") or name.startswith(("tests/", _HELD_BACK)):
+            if not name.endswith(".py") or name.startswith(("tests/", HELD_BACK)):
                 continue
             try:
                 text = await self._sandbox.read(name)
             except ToolError:  # skip links out of the folder, devices, binary and overlong files
                 continue
             size += len(text)
-            if len(found) >= _MOST_FILES or size > _MOST_BYTES:
+            if len(found) >= MOST_FILES or size > MOST_BYTES:
                 break
             found[name] = text
         return found
@@ -471,7 +289,7 @@ async def bugs(
                 bug = {"file": path, "line": change.line, "right": change.right, "broken": change.broken}
                 results = await grade(own, whole, whole.broken([bug]).files, seconds=1.0, total=10.0)
                 failing = [name for name, why in results.items() if why is not None]
-                shown = [name for name in failing if not name.startswith(_HELD_BACK)]
+                shown = [name for name in failing if not name.startswith(HELD_BACK)]
                 if not shown:
                     continue  # no visible test detects this bug
                 row = {"id": f"{path}-{number:03}", **bug, "kind": change.kind, "failing": failing}
