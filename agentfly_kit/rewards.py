@@ -126,12 +126,9 @@ class Reward(Displayable, InjectedFunction[P, R]):
         fields = Fields(trajectory.task.fields)
         observation = _observation_after(trajectory, turn)
         try:
-            async with (
-                self._inject(
-                    context, fields, final=trajectory.final, trajectory=trajectory, turn=turn, observation=observation
-                ) as arguments,
-                context.concurrency.rewards.slot(),
-            ):
+            async with self._inject(
+                context, fields, final=trajectory.final, trajectory=trajectory, turn=turn, observation=observation
+            ) as arguments:
                 outcome = await call_user_function(
                     self.function, arguments, timeout=self.timeout, convert=self._split_result
                 )

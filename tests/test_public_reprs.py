@@ -18,7 +18,7 @@ from agentfly_kit.agent.progress import RolloutEvent, RolloutSnapshot
 from agentfly_kit.batch.batch import Dropped
 from agentfly_kit.batch.turn_data import TurnData
 from agentfly_kit.engines.fleet import FleetMember
-from agentfly_kit.envs.judging import Criterion, Judge, Judgement, Ranking, Rubric
+from agentfly_kit.envs.judge.judging import Criterion, Judge, Judgement, Ranking, Rubric
 from agentfly_kit.pool.records import PoolEvent, PoolSnapshot, SandboxInfo
 from agentfly_kit.samples import Distribution, TurnRequest
 from agentfly_kit.sandboxes.grader import Grade, Verdict

@@ -14,7 +14,6 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentfly_kit._async import threads
-from agentfly_kit._async.concurrency import ConcurrencyLimits
 from agentfly_kit._async.pending_call import wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import LeaseRevoked, SandboxError, SettingsError
@@ -70,7 +69,6 @@ class Context(Displayable):
         turn: current turn, updated by the chain.
         seed: seed of the current turn, updated by the chain.
         pools: pools from which sandboxes are leased.
-        concurrency: limits on concurrent tools and rewards.
         run: name of the rollout. Pools use it to serve several rollouts in turn.
     """
 
@@ -82,7 +80,6 @@ class Context(Displayable):
         turn: int = 0,
         seed: int = 0,
         pools: Sequence[Pool[Any]] = (),
-        concurrency: ConcurrencyLimits = ConcurrencyLimits(),  # noqa: B008 - it never changes
         run: str = "",
     ) -> None:
         self.task = task
@@ -95,7 +92,6 @@ class Context(Displayable):
         # Values that the `reset` methods of environments returned, by environment class.
         self.reset_results: dict[type, Any] = {}
         self.pools = tuple(pools)
-        self.concurrency = concurrency
         self.run = run
         self._leases: dict[Pool[Any], asyncio.Task[Any]] = {}
         self._locks: dict[Pool[Any], asyncio.Lock] = {}
@@ -216,7 +212,6 @@ class Context(Displayable):
             turn=self.turn,
             seed=self.seed,
             pools=self.pools,
-            concurrency=self.concurrency,
             run=self.run,
         )
         try:

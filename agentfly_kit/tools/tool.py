@@ -256,8 +256,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
             values, problem = self._arguments.validate(arguments)
             if problem:
                 return fit_result(ToolResult(False, problem), self.max_chars)
-            # Take the concurrency slot last, so that a call does not occupy it while it waits for a sandbox.
-            async with self._inject(context, context.fields) as injected, context.concurrency.tools.slot():
+            async with self._inject(context, context.fields) as injected:
                 outcome = await call_user_function(
                     self._bound(),
                     copy.deepcopy(self._defaults) | values | injected,
