@@ -75,7 +75,7 @@ async def test_a_call_is_picked_and_is_a_frame() -> None:
     assert whole["ok"].tolist() == [True, False, False]
     assert "ZeroDivisionError" in whole["error"][1] and whole["reward"].isna().all()
     await press(form, "pick", 9)
-    assert "call 9 does not exist; there are 1 to 3" in form._notice
+    assert "call 9 does not exist; calls 1 to 3 are kept" in form._notice
     for _ in range(60):
         await form.call(places=one)
     assert [c.number for c in form.selection] == [63] and len(form.to_frame()) == 50
