@@ -12,7 +12,7 @@ help:  ## list the commands
 	@awk -F ':.*## ' '/^[a-z%-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 install:  ## create .venv for the notebooks and tests (does nothing if it is up to date)
-	@scripts/install lab test trackers otel trl containers remote
+	@scripts/install lab test trackers otel trl containers
 
 install-docs: install
 	@scripts/install lab docs

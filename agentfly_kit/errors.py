@@ -12,8 +12,9 @@ import functools
 import inspect
 import math
 import numbers
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeVar, get_args
+from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -310,13 +311,15 @@ class LeaseRevoked(SandboxError):
     """Raised when the pool has revoked a lease, because it lasted too long or the user ended it."""
 
 
-class RemotePoolError(SandboxError):
-    """Raised when a remote pool does not respond, rejects the client, or has ended the lease."""
-
-
 class PoolTimeout(HostError, TimeoutError):
     """Raised when no sandbox becomes free within the timeout, or when none is free and the request may not wait."""
 
 
 class PoolClosed(HostError):
     """Raised when a closed pool is used, or when a pool is closed while a caller waits for a sandbox."""
+
+
+if not TYPE_CHECKING:  # for type checkers, a module with this function has every name
+
+    def __getattr__(name: str) -> Any:
+        raise sys.modules["agentfly_kit"]._missing(f"errors.{name}")

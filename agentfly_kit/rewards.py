@@ -7,17 +7,19 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable, printable, shorten
 from agentfly_kit.errors import RewardError, SettingsError, check_count
-from agentfly_kit.pool.base import BasePool
 from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.context import Context, Fields, temporary_context
 from agentfly_kit.tools.injection import FunctionSet, InjectedFunction, Injection
 from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
 from agentfly_kit.types import Failure, Turn
+
+if TYPE_CHECKING:
+    from agentfly_kit.pool.pool import Pool
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -100,7 +102,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
 
     @pending_call
     async def try_(
-        self, trajectory: Trajectory, /, *, turn: Turn | int | None = None, pool: BasePool[Any] | None = None
+        self, trajectory: Trajectory, /, *, turn: Turn | int | None = None, pool: Pool[Any] | None = None
     ) -> Score:
         """Score one trajectory interactively. The score is unweighted and includes the injected arguments.
 
@@ -124,12 +126,9 @@ class Reward(Displayable, InjectedFunction[P, R]):
         fields = Fields(trajectory.task.fields)
         observation = _observation_after(trajectory, turn)
         try:
-            async with (
-                self._inject(
-                    context, fields, final=trajectory.final, trajectory=trajectory, turn=turn, observation=observation
-                ) as arguments,
-                context.concurrency.rewards.slot(),
-            ):
+            async with self._inject(
+                context, fields, final=trajectory.final, trajectory=trajectory, turn=turn, observation=observation
+            ) as arguments:
                 outcome = await call_user_function(
                     self.function, arguments, timeout=self.timeout, convert=self._split_result
                 )

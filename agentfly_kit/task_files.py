@@ -69,25 +69,20 @@ def list_of_bundled() -> str:
 
 
 def read_rows(file: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (location, row) for each row of a file. Only .json files are read into memory as a whole."""
+    """Yield (location, row) for each row of a file. Only .jsonl files are not read into memory as a whole."""
     if not file.name.endswith(SUFFIXES):
         raise TaskError(f"{file.name} must be a {FILES}")
     if file.name.endswith(".parquet"):
         import pyarrow.parquet as parquet
 
-        number = 0
-        with file.open("rb") as stream:
-            try:
-                for batch in parquet.ParquetFile(stream).iter_batches():
-                    for row in map(_table_row, batch.to_pylist()):
-                        yield f"{file.name}, row {number}", row
-                        number += 1
-            except TaskError:
-                raise
-            except Exception as error:
-                raise TaskError(f"{file.name} is not a readable parquet file ({error})") from None
+        try:
+            with file.open("rb") as stream:
+                rows = parquet.read_table(stream).to_pylist()
+        except Exception as error:
+            raise TaskError(f"{file.name} is not a readable parquet file ({error})") from None
+        yield from locate_rows(map(_arrow_row, rows), file.name)
     elif file.name.endswith(".csv"):
-        yield from _read_csv(file)
+        yield from locate_rows(_read_csv(file), file.name)
     elif file.name.endswith(".json"):
         text = "".join(line for _, line in _read_lines(file))
         yield from locate_rows(_parse_json(text, file.name, 1) if text.strip() else [], file.name)
@@ -115,30 +110,34 @@ def _parse_json(text: str, name: str, number: int) -> Any:
         raise TaskError(f"{name}:{line}: not JSON ({getattr(error, 'msg', error)})") from None
 
 
-def _read_csv(file: Any) -> Iterator[tuple[str, Any]]:
+def _read_csv(file: Any) -> Any:
+    """Read a .csv file as a DataFrame of strings."""
+    import pandas
+
     limit = csv.field_size_limit(sys.maxsize)
-    reader = csv.reader((line for _, line in _read_lines(file)), strict=True)
     try:
-        header = next(reader, None)
-        if not header:
-            raise TaskError(f"{file.name} must begin with a line of column names, got an empty file")
-        if len({*header}) < len(header) or not all(header):
-            raise TaskError(f"{file.name}:1: column names must be unique and not empty, got {', '.join(header)!r}")
-        first = reader.line_num + 1
-        for cells in reader:
-            location, first = f"{file.name}:{first}", reader.line_num + 1
-            if not cells:
-                continue
-            if len(cells) != len(header):
-                raise TaskError(
-                    f"{location}: a row must have {len(header)} values ({', '.join(header)}), got {len(cells)}; put "
-                    "values that contain commas or line breaks in double quotes"
-                )
-            yield location, dict(zip(header, cells, strict=True))
-    except csv.Error as error:
-        raise TaskError(f"{file.name}:{reader.line_num}: not CSV ({error})") from None
+        with file.open("rb") as stream:
+            # Only the parser of Python marks the missing cells of a short row. The header is read as a row, because
+            # pandas would rename repeated columns and take the first value of a long row as its index.
+            cells = pandas.read_csv(
+                stream, header=None, dtype=str, keep_default_na=False, encoding="utf-8-sig", engine="python"
+            )
+    except ValueError as error:  # also a UnicodeDecodeError
+        raise TaskError(
+            f"{file.name} is not a readable csv file ({error}); it must be UTF-8 and begin with a line of column "
+            "names, and values with commas or line breaks must be in double quotes"
+        ) from None
     finally:
         csv.field_size_limit(limit)
+    header, incomplete = list(cells.iloc[0]), cells.isna().any(axis=1).to_numpy()
+    if incomplete.any():
+        raise TaskError(
+            f"{file.name}, row {incomplete.argmax() - 1}: all rows must have as many values as the header; put "
+            "values that contain commas or line breaks in double quotes"
+        )
+    if len({*header}) < len(header) or not all(header):
+        raise TaskError(f"{file.name}: column names must be unique and not empty, got {', '.join(header)!r}")
+    return cells[1:].set_axis(header, axis=1)
 
 
 def locate_rows(rows: Any, name: str) -> Iterator[tuple[str, Any]]:
@@ -159,9 +158,9 @@ def with_split(row: Any, split: str) -> Any:
 
 def _iterable_rows(rows: Any, name: str) -> Iterable[Any]:
     if hasattr(rows, "notna"):  # a DataFrame; missing values (NaN, NaT, NA) become None
-        return map(_table_row, rows.astype(object).where(rows.notna(), None).to_dict("records"))
+        rows = rows.astype(object).where(rows.notna(), None).to_dict("records")
     if hasattr(rows, "features"):  # a Dataset
-        return map(_table_row, rows)
+        return map(_arrow_row, rows)
     if isinstance(rows, str | bytes) or not isinstance(rows, Iterable):
         raise TaskError(
             f"{name}: rows must be a list of dicts, a DataFrame or a Dataset, or a dict from split names to such rows, "
@@ -170,7 +169,7 @@ def _iterable_rows(rows: Any, name: str) -> Iterable[Any]:
     return rows
 
 
-def _table_row(row: Mapping[str, Any]) -> dict[str, Any]:
+def _arrow_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Drop None from the nested dicts of a row. Arrow adds the keys of every row's dicts to those of the other rows."""
     return {name: drop_none(to_python(value)) for name, value in row.items()}
 

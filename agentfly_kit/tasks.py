@@ -225,7 +225,7 @@ def tasks_from(
 
     Args:
         rows: a list of dicts, a DataFrame, a `datasets` Dataset or DatasetDict, or {"train": [...], "test": [...]}.
-            In a table (DataFrame, Dataset, .parquet file), a key of a nested dict whose value is None is left out.
+            In a Dataset or a .parquet file, a key of a nested dict whose value is None is left out.
         question: name of the column that contains the question (a string or messages); by default the first non-empty
             column of `messages`, `question`, `prompt` and `input`.
         answer: name of the column that becomes the field "answer".

@@ -1,4 +1,4 @@
-"""Benchmark sandboxes in containers and a pool over HTTP. Writes JSON to standard output, with times in ms.
+"""Benchmark sandboxes in containers. Writes JSON to standard output, with times in ms.
 
 The baselines use the same engine in the same run, like code tools without an attached worker: one `exec` in a running
 container per call, and one container per call. Without `--engine`, podman's API service is started on a private socket
@@ -25,8 +25,6 @@ import containers
 import docker
 from timing import timed
 
-from agentfly_kit.integrations.remote_pool.client import RemotePool
-from agentfly_kit.integrations.remote_pool.server import serve_pool
 from agentfly_kit.pool.pool import Pool
 from agentfly_kit.sandboxes.host.container import Container
 from agentfly_kit.sandboxes.python import PythonSandbox
@@ -90,24 +88,6 @@ async def engine_alone(cli: list[str], environment: dict[str, str], rounds: int)
         await call("rm", "--force", box)
 
 
-async def over_http(rounds: int) -> dict[str, Any]:
-    """Measure a pool over HTTP, with server and client in two threads of one process and a strict local sandbox."""
-    out: dict[str, Any] = {}
-    async with Pool(PythonSandbox, size=1) as near, serve_pool(near) as server:
-        async with near.lease() as sandbox:
-            out["run, here"] = await timed(lambda: sandbox.run("1 + 1"), rounds)
-        async with RemotePool(server.url, token=server.token) as pool:
-            async with pool.lease() as far:
-                out["run, over HTTP"] = await timed(lambda: far.run("1 + 1"), rounds)
-
-            async def lease() -> None:
-                async with pool.lease():
-                    pass
-
-            out["lease and return, over HTTP"] = await timed(lease, rounds)
-    return out
-
-
 @contextlib.contextmanager
 def engine(url: str | None) -> Iterator[tuple[str, list[str], dict[str, str]]]:
     """Yield the URL of the container engine, its command, and the environment variables for the command."""
@@ -133,7 +113,6 @@ async def main(url: str | None, rounds: int) -> dict[str, Any]:
             "engine": f"{version.get('Components', [{}])[0].get('Name', '')} {version['Version']}".strip(),
             "attached worker": await attached(Container(containers.IMAGE, engine=where), rounds),
             "engine alone": await engine_alone(cli, environment, rounds),
-            "remote pool": await over_http(rounds),
         }
 
 

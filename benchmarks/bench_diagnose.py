@@ -75,7 +75,7 @@ HEALTHY = [
     *(("train", family, seed) for family in ("calculator", "lookup", "search") for seed in (0, 1, 2)),
     *(("train", family, 0) for family in ("sql", "webshop", "code", "alfworld")),
     *(("expert", family, 0) for family in (
-        "calculator", "lookup", "search", "sql", "webshop", "code", "alfworld", "maze", "math", "chess", "judge",
+        "calculator", "lookup", "search", "sql", "webshop", "code", "alfworld", "math", "chess", "judge",
         "competition", "repo", "scienceworld", "reasoning_gym")),
     *(("imitation", family, 0) for family in ("calculator", "lookup", "search", "sql", "webshop", "alfworld")),
     *(("rejection", family, 0) for family in ("calculator", "lookup")),

@@ -4,7 +4,7 @@ A step is one action of the random player: a tool call with its observation, or 
 increase of the process and its children, with one open environment that has served all chains. Families are measured
 one after another. Each result is reported on standard error; JSON of all results is written to standard output.
 
-    make bench-envs ARGS="--families maze scienceworld --tasks 4"
+    make bench-envs ARGS="--families math scienceworld --tasks 4"
 """
 
 import argparse

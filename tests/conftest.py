@@ -106,7 +106,7 @@ def discard_leftovers() -> None:
     """
     if "agentfly_kit.pool.pool" not in sys.modules:
         return
-    from agentfly_kit.pool.base import Lease
+    from agentfly_kit.pool.lease import Lease
     from agentfly_kit.sandboxes.sandbox import Sandbox
 
     for found in gc.get_objects():

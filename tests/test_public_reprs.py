@@ -18,7 +18,7 @@ from agentfly_kit.agent.progress import RolloutEvent, RolloutSnapshot
 from agentfly_kit.batch.batch import Dropped
 from agentfly_kit.batch.turn_data import TurnData
 from agentfly_kit.engines.fleet import FleetMember
-from agentfly_kit.envs.judging import Criterion, Judge, Judgement, Ranking, Rubric
+from agentfly_kit.envs.judge.judging import Criterion, Judge, Judgement, Ranking, Rubric
 from agentfly_kit.pool.records import PoolEvent, PoolSnapshot, SandboxInfo
 from agentfly_kit.samples import Distribution, TurnRequest
 from agentfly_kit.sandboxes.grader import Grade, Verdict
@@ -188,9 +188,7 @@ OBJECTS: dict[str, Callable[[], Any]] = {
 ELSEWHERE = {
     "Endpoint": "belongs to the event loop of a chain; its repr is short",
     "Engine": "an abstract base class",
-    "RemotePool": "needs a server; a pool in all other respects",
     "VLLMEngine": "needs vLLM; its repr is tested with it",
-    "serve_pool": "a server; its repr is tested with it",
     "serve_vllm": "a server; its repr is tested with it",
     "RunMismatch": "an exception",
     "ToolError": "an exception",

@@ -156,7 +156,7 @@ def test_every_source_gives_the_same_tasks(tmp_path: Path) -> None:
 def test_keys_that_a_table_added_to_nested_dicts_are_removed(tmp_path: Path) -> None:
     """Arrow gives each dict of a column the keys of all. Those that a row does not have are None, at every depth.
 
-    The tables are those of `every_source`. None in rows of dicts or JSON is a value of its own, and stays.
+    None in dicts, JSON or a DataFrame is a value of its own, and stays.
     """
     pyarrow, pq = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     datasets = pytest.importorskip("datasets")
@@ -168,12 +168,12 @@ def test_keys_that_a_table_added_to_nested_dicts_are_removed(tmp_path: Path) -> 
     rows = [row({"x": "s"}, a={"b": "s"}), row({"y": "t"}, a={"c": [{"d": "s"}, {"e": [None, "t"]}]})]
     want = af.tasks_from(rows)
     pq.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    for table in (datasets.Dataset.from_list(rows), pd.DataFrame(rows), pd.read_parquet(tmp_path / "a.parquet")):
-        assert af.tasks_from(table) == want
+    assert af.tasks_from(datasets.Dataset.from_list(rows)) == af.tasks_from(pd.DataFrame(rows)) == want
     assert af.load_tasks(tmp_path / "a.parquet") == want
-    (given,) = af.tasks_from([row({"x": None}, a={"b": None})])
-    assert given.fields["meta"] == {"a": {"b": None}}
-    assert given.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": None}
+    rows = [row({"x": None}, a={"b": None})]
+    for (task,) in (af.tasks_from(rows), af.tasks_from(pd.DataFrame(rows))):
+        assert task.fields["meta"] == {"a": {"b": None}}
+        assert task.messages[1]["tool_calls"][0]["function"]["arguments"] == {"x": None}
 
 
 def test_a_json_file_of_splits_and_a_folder_of_files(tmp_path: Path) -> None:
@@ -208,19 +208,20 @@ def test_a_json_file_of_splits_and_a_folder_of_files(tmp_path: Path) -> None:
             "to such rows, got 'a'",
         ),
         (b"PAR", "bad.parquet is not a readable parquet file"),
-        ("", "bad.csv must begin with a line of column names, got an empty file"),
+        ("", "bad.csv is not a readable csv file (No columns to parse"),
         ("question,answer\n", "bad.csv: rows must contain at least one task"),
         (
             "problem,answer\na,b\n",
-            "bad.csv:2: a row must have a question in one of the columns messages, question, prompt, "
+            "bad.csv, row 0: a row must have a question in one of the columns messages, question, prompt, "
             "input, got columns: problem, answer; name another column with question=",
         ),
-        ("question,answer\na,b\nc\n", "bad.csv:3: a row must have 2 values (question, answer), got 1"),
-        ('question,answer\n"a\nb",c\nd,e,f\n', "bad.csv:4: a row must have 2 values (question, answer), got 3"),
-        ("question,question\na,b\n", "bad.csv:1: column names must be unique and not empty, got 'question, question'"),
-        ('question\na\n"b\n', "bad.csv:3: not CSV (unexpected end of data)"),
-        ("question\né\n".encode("latin-1"), "bad.csv:2: not UTF-8; save the file as UTF-8"),
-        ("question\n".encode("utf-16"), "bad.csv:1: not UTF-8; save the file as UTF-8"),
+        ("question,answer\na,b\nc\n", "bad.csv, row 1: all rows must have as many values as the header"),
+        ("question,answer\na,b,c\nd,e\n", "bad.csv is not a readable csv file (Expected 2 fields in line 2, saw 3"),
+        ("question,answer\na,b\nd,e,f\n", "bad.csv is not a readable csv file (Expected 2 fields in line 3, saw 3"),
+        ("question,question\na,b\n", "bad.csv: column names must be unique and not empty, got 'question, question'"),
+        ('question\na\n"b\n', "bad.csv is not a readable csv file (unexpected end of data"),
+        ("question\né\n".encode("latin-1"), "bad.csv is not a readable csv file ('utf-8' codec can't decode byte 0xe9"),
+        ("question\n".encode("utf-16"), "bad.csv is not a readable csv file ('utf-8' codec can't decode byte 0xff"),
     ],
 )
 def test_errors_name_the_line(tmp_path: Path, text: str | bytes, words: str) -> None:
@@ -321,8 +322,7 @@ def test_a_csv_file(tmp_path: Path) -> None:
 
 
 def test_a_large_file_is_read_row_by_row(tmp_path: Path) -> None:
-    file = tmp_path / "large.csv"
-    file.write_text("question,answer\n" + "".join(f"{i},{'x' * 1000}\n" for i in range(5000)))
+    file = write(tmp_path / "large.jsonl", [{"question": str(i), "answer": "x" * 1000} for i in range(5000)])
     rows = task_files.read_rows(file)
     next(rows)
     tracemalloc.start()

@@ -70,7 +70,7 @@ export function actions(state, id) {
   const mine = Boolean(lane?.[6]);
   const settled = name === "leased" || name === "idle";
   const taken = state.lanes.filter((each) => each[6]).length;
-  return { take: !state.closed && !state.gone && taken < Math.max(1, state.counts.size - 1), reset: settled && (mine || state.recycles), close: Boolean(name) && name !== "closing" && (mine || state.recycles), give_back: mine };
+  return { take: !state.closed && !state.gone && taken < Math.max(1, state.counts.size - 1), reset: settled, close: Boolean(name) && name !== "closing", give_back: mine };
 }
 
 export default {
@@ -163,7 +163,7 @@ export default {
           while (pick.options.length > lanes.length) pick.options[pick.options.length - 1].remove();
           if (was && pick.value !== was && lanes.some((t) => String(t.id) === was)) pick.value = was;
           pick.disabled = !lanes.length;
-          hands.hidden = !state.recycles || state.closed;
+          hands.hidden = state.closed;
           allow();
         }
         pick.addEventListener("change", allow);

@@ -86,8 +86,8 @@ class PoolView(LiveView):
 
     The Take button leases a sandbox, which cells can then use as `view.held[number]`. The owner is shown as "by hand".
     If the pool has several sandboxes, at least one stays available to a running rollout. The Release button releases a
-    taken sandbox. The Reset and Close buttons work on any sandbox if the pool has a `recycle` method. A chain whose
-    sandbox is reset or closed is not scored. Resetting a taken sandbox keeps its lease.
+    taken sandbox. The Reset and Close buttons work on any sandbox. A chain whose sandbox is reset or closed is not
+    scored. Resetting a taken sandbox keeps its lease.
 
     All views of one pool share the history, the events and the taken sandboxes.
     """
@@ -238,7 +238,7 @@ class PoolView(LiveView):
             self._points.append((time.monotonic(), *numbers))
 
     def _seen_now(self, pool: Any) -> dict[str, Any]:
-        state = _state(pool.snapshot(), self.held.keys(), callable(getattr(pool, "recycle", None)))
+        state = _state(pool.snapshot(), self.held.keys())
         now = time.monotonic()
         return state | {"events": [_event(now - at, event) for at, event in reversed(self._log)]}
 
@@ -300,7 +300,7 @@ def _counts(c: dict[str, int]) -> str:
     return f"{c['leased']} leased, {c['idle']} idle, {c['starting']} starting, {c['waiting']} waiting"
 
 
-def _state(s: Any, taken: Collection[int] = (), recycles: bool = False) -> dict[str, Any]:
+def _state(s: Any, taken: Collection[int] = ()) -> dict[str, Any]:
     now = getattr(s, "time", None)
     turns = {lease.id: lease.turn for lease in s.leases}
     since = {lease.id: lease.since for lease in s.leases}
@@ -323,7 +323,6 @@ def _state(s: Any, taken: Collection[int] = (), recycles: bool = False) -> dict[
         "counts": {name: int(getattr(s, name, 0)) for name in _COUNTS},
         "closed": bool(getattr(s, "closed", False)),
         "gone": False,
-        "recycles": recycles,
         "error": None if error is None else sendable(str(error))[:500],
         "lanes": lanes,
         "queue": [

@@ -1,11 +1,11 @@
 """Run sync functions in threads, so that they do not block the event loop.
 
-Calls wait in one queue. As long as they are fast, a single thread runs them sequentially, because a thread per call
-costs more than most calls, and many threads would compete for the GIL. When no call has been taken from the queue for
-`_STALL_SECONDS`, each waiting call gets its own thread.
-
 Calls that use a leased sandbox run in the sandbox's own thread, one after another: objects such as an SQLite connection
-can only be used in the thread that created them, and a call that was given up could change what later calls see.
+can only be used in the thread that created them, and a call that was given up could change what later calls see. Other
+calls run in any idle thread, or in a new one.
+
+The threads are daemons, which those of `concurrent.futures` and anyio are not: a call that never returns must not
+prevent the interpreter from exiting.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from .delivery import deliver
@@ -32,10 +31,6 @@ from .limits import Timer
 
 T = TypeVar("T")
 
-# Time in seconds without progress after which each waiting call gets its own thread.
-_STALL_SECONDS = 0.002
-# Time in seconds after which an idle thread exits.
-_IDLE_SECONDS = 2.0
 # At interpreter exit, running threads are awaited for this time in seconds, at most this many times.
 _STOP_SECONDS, _STOP_ATTEMPTS = 0.25, 240
 
@@ -52,11 +47,14 @@ class _Call:
     The exception is not set on the future, because futures reject StopIteration, and SystemExit would stop the loop.
     """
 
-    __slots__ = ("begun", "context", "ended", "future", "work", "workers")
+    __slots__ = ("begun", "context", "ended", "future", "pooled", "work", "workers")
 
     def __init__(self, work: Callable[[], Any], workers: tuple[Worker, ...]) -> None:
         self.work = work
-        self.workers = workers
+        self.pooled = not workers  # whether the worker becomes idle after this call
+        self.workers = workers or (_idle_worker(),)
+        for worker in self.workers:
+            worker._unfinished.add(self)
         self.begun = False
         self.ended = threading.Event()
         self.future: asyncio.Future[tuple[Any, BaseException | None]] = asyncio.get_running_loop().create_future()
@@ -79,12 +77,14 @@ class _Call:
             outcome = None, error
         for worker in self.workers:
             worker._unfinished.discard(self)
+        if self.pooled:
+            _state.idle.extend(self.workers)
         self.ended.set()
         deliver((self.future, outcome))
 
 
 class Worker:
-    """Thread that runs the sync calls of one sandbox in order. It starts with the first call."""
+    """Thread that runs calls in order. It starts with the first call, and ends when the worker is not used any more."""
 
     def __init__(self) -> None:
         self._discarded = False
@@ -110,7 +110,11 @@ class Worker:
             self._queue = SimpleQueue()
             weakref.finalize(self, self._queue.put, None).atexit = False
             _state.workers.add(self)
-            _start_thread("agentfly-sandbox", _run_worker, self._queue)
+            if not _state.threads:  # register after the functions of other modules, so that it runs before them
+                atexit.unregister(_stop_threads)
+                atexit.register(_stop_threads)
+            name = f"agentfly-call-{next(_count)}"
+            threading.Thread(target=_run_jobs, args=(self._queue,), name=name, daemon=True).start()
         self._queue.put(job)
 
 
@@ -140,26 +144,14 @@ def discard() -> None:
 
 
 class _State:
-    """Waiting calls and the threads that run them. Access to all attributes except `threads` requires `lock`."""
+    """Workers and their threads."""
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.waiting: deque[_Call] = deque()
-        # Number of threads that are running a call or about to take one from the queue.
-        self.active = 0
-        # Time at which a call was last taken from the queue; infinity if a thread is about to take a call.
-        self.taken_at = 0.0
-        # Event loops in which `_check_progress` is scheduled.
-        self.watched_by: weakref.WeakSet[asyncio.AbstractEventLoop] = weakref.WeakSet()
-        # Queues in which idle threads wait for work. Threads are reused because starting one is slower than most calls.
-        self.idle: list[SimpleQueue[Callable[[], None]]] = []
+        # Workers that run no call. They are reused, because starting a thread is slower than most calls.
+        self.idle: list[Worker] = []
         self.threads: set[threading.Thread] = set()
         self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
         self.shutting_down = False
-
-    @property
-    def is_stalled(self) -> bool:
-        return not self.active or time.perf_counter() - self.taken_at > _STALL_SECONDS
 
 
 _state = _State()
@@ -167,7 +159,7 @@ _count = itertools.count(1)
 
 
 def _after_fork() -> None:
-    """Reset the state in a forked child process, which has no copies of the threads and may inherit a held lock."""
+    """Reset the state in a forked child process, which has no copies of the threads."""
     global _state
     for worker in _state.workers:
         worker.__init__()  # type: ignore[misc]  # the next call starts a thread
@@ -184,17 +176,11 @@ async def run_off_loop(work: Callable[[], T], timeout: float | None) -> tuple[T 
     Raises CallTimeout after `timeout` seconds (None for no limit). After a timeout or a cancellation of the caller, the
     thread continues to run.
     """
-    loop = asyncio.get_running_loop()
     call = _Call(work, _workers.get())
     limit = None if timeout is None else Timer(timeout, call.expire)
-    if call.workers:
-        for worker in call.workers:
-            worker._unfinished.add(call)
-        for worker in call.workers[1:]:
-            worker.put(call.ended.wait)
-        call.workers[0].put(call.run)
-    else:
-        _enqueue(call, loop)
+    for worker in call.workers[1:]:
+        worker.put(call.ended.wait)
+    call.workers[0].put(call.run)
     try:
         return await call.future
     finally:
@@ -210,53 +196,14 @@ async def call(function: Callable[..., T], *args: Any, **options: Any) -> T:
     return value  # type: ignore[return-value]
 
 
-def _enqueue(call: _Call, loop: asyncio.AbstractEventLoop) -> None:
-    """Add a call to the queue of calls that may run in any thread."""
-    with _state.lock:
-        _state.waiting.append(call)
-        if _state.is_stalled:
-            _start_threads(1)
-        watch = loop not in _state.watched_by
-        _state.watched_by.add(loop)
-    if watch:
-        loop.call_later(_STALL_SECONDS, _check_progress, loop)
+def _idle_worker() -> Worker:
+    try:
+        return _state.idle.pop()
+    except IndexError:
+        return Worker()
 
 
-def _check_progress(loop: asyncio.AbstractEventLoop) -> None:
-    """If the running calls are slow, start a thread for each waiting call. If calls are waiting, check again later."""
-    with _state.lock:
-        if _state.waiting and _state.is_stalled:
-            _start_threads(len(_state.waiting))
-        again = bool(_state.waiting)
-        if not again:
-            _state.watched_by.discard(loop)
-    if again:
-        loop.call_later(_STALL_SECONDS, _check_progress, loop)
-
-
-def _start_threads(count: int) -> None:
-    """Wake idle threads or start new threads to run waiting calls. The caller must hold the lock."""
-    _state.taken_at = float("inf")
-    _state.active += count
-    for _ in range(count):
-        queue: SimpleQueue[Callable[[], None]] = _state.idle.pop() if _state.idle else _new_thread()
-        queue.put(_run_waiting_calls)
-
-
-def _new_thread() -> SimpleQueue[Callable[[], None]]:
-    queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
-    _start_thread("agentfly-call", _run_thread, queue)
-    return queue
-
-
-def _start_thread(name: str, target: Callable[..., None], queue: SimpleQueue[Any]) -> None:
-    if not _state.threads:
-        atexit.unregister(_stop_threads)
-        atexit.register(_stop_threads)
-    threading.Thread(target=target, args=(queue,), name=f"{name}-{next(_count)}", daemon=True).start()
-
-
-def _run_worker(queue: SimpleQueue[Callable[[], object] | None]) -> None:
+def _run_jobs(queue: SimpleQueue[Callable[[], object] | None]) -> None:
     thread = threading.current_thread()
     _state.threads.add(thread)
     try:
@@ -267,48 +214,11 @@ def _run_worker(queue: SimpleQueue[Callable[[], object] | None]) -> None:
         _state.threads.discard(thread)
 
 
-def _run_thread(queue: SimpleQueue[Callable[[], None]]) -> None:
-    thread = threading.current_thread()
-    _state.threads.add(thread)
-    try:
-        while True:
-            try:
-                job = queue.get(timeout=_IDLE_SECONDS)
-            except Empty:
-                with _state.lock:
-                    if queue in _state.idle:
-                        _state.idle.remove(queue)
-                        return
-                continue  # no longer in `idle`, so a job is about to arrive
-            job()
-            with _state.lock:
-                if _state.shutting_down:
-                    return
-                _state.idle.append(queue)
-    finally:
-        _state.threads.discard(thread)
-
-
-def _run_waiting_calls() -> None:
-    while True:
-        with _state.lock:
-            if not _state.waiting or _state.shutting_down:
-                _state.active -= 1
-                return
-            call = _state.waiting.popleft()
-            _state.taken_at = time.perf_counter()
-        call.run()
-        del call  # release its objects, even if the next call never returns
-
-
 def _stop_threads() -> None:
     """Stop all threads at interpreter exit. A thread that returns from C++ code after the exit aborts the process."""
-    with _state.lock:
-        _state.shutting_down = True
-        while _state.idle:
-            _state.idle.pop().put(sys.exit)
-        for worker in list(_state.workers):
-            worker.put(sys.exit)
+    _state.shutting_down = True
+    for worker in list(_state.workers):
+        worker.put(sys.exit)
     left = [thread for thread in _state.threads if thread.ident is not None]
     for thread in left:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))

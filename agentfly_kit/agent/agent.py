@@ -33,7 +33,7 @@ class Agent(AgentSettings):
 
     def replace(self, **changes: Any) -> Agent:
         """Return a copy of the agent with some settings changed."""
-        return dataclasses.replace(self, _concurrency=None, _warned=[], _last_handle=[], **changes)
+        return dataclasses.replace(self, _semaphores={}, _warned=[], _last_handle=[], **changes)
 
     def __repr__(self) -> str:
         tools = f"harness {self.harness.name}" if self.harness else ", ".join(self.tools.names) or "no tools"

@@ -138,7 +138,7 @@ class BaseChain(ChainState):
                 return self._end_before_action(reserved.stop)
             if reserved.limited_by is not None:
                 sampling = sampling.replace(max_tokens=reserved.tokens)
-            async with agent._concurrency.requests.slot():
+            async with agent._request_slot():
                 self.has_sampled = True
                 with self._reporting("turn", "sampling", index) as event:
                     seed = self._action_seed(attempt)

@@ -87,7 +87,7 @@ class Chain(LoopChain):
         agent = self.agent
         with self._exclusive("distribution"):
             await self._prepare()
-            async with agent._concurrency.requests.slot():
+            async with agent._request_slot():
                 ids, logprobs, entropy = await agent.engine.distribution(self.ids, agent.sampling, top=top)
             return Distribution(tuple(ids), agent.chat.token_texts(ids), tuple(logprobs), entropy)
 

@@ -67,7 +67,6 @@ class ChainState(Displayable):
             trajectory_id=self.id,
             seed=self._seed(0),
             pools=agent.pools,
-            concurrency=agent._concurrency,
             run=self.hooks.run,
         )
         self._listeners: Listeners[ChainState] = Listeners(self.id)

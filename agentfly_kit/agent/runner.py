@@ -218,7 +218,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
 
     async def _run(self) -> Rollout:
         # A rollout that a tool makes does not run in the threads of that tool's sandboxes.
-        with relaxed_gc(min(self._request.max_concurrency, self.total)), threads.using():
+        with relaxed_gc(), threads.using():
             await self._run_chains()
         if self.agent.group_reward is not None and self._remote is None:  # remote workers have already added it
             async with asyncio.TaskGroup() as comparing:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentfly_kit._async.concurrency import ConcurrencyLimits
 from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
@@ -19,8 +20,6 @@ from agentfly_kit.success import SuccessRule, check_success_rule
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.trajectories import Group, Trajectory
 from agentfly_kit.types import Message, Task
-
-_CONCURRENCY = ("max_concurrent_requests", "max_concurrent_tools", "max_concurrent_rewards")
 
 # Names of the arguments that each hook receives.
 _HOOKS = {
@@ -73,9 +72,6 @@ class AgentSettings(Displayable):
         pools: A pool or a list of pools, from which tools and rewards get their sandboxes.
         max_concurrent_requests: Maximum number of concurrent engine requests over all chains of this agent, or None for
             no limit.
-        max_concurrent_tools: Maximum number of concurrent tool calls, or None for no limit. A waiting call already
-            holds its sandbox. The timeout of a call starts when the call runs.
-        max_concurrent_rewards: Maximum number of concurrent reward calls, or None for no limit.
         seed: Seed from which the seeds of all chains are derived.
         name: Author recorded for sampled turns.
         before_chain: Called with the chain before its first action, even if the chain is stepped interactively. Returns
@@ -115,8 +111,6 @@ class AgentSettings(Displayable):
     sampling: Sampling = field(default_factory=Sampling)
     pools: Sequence[Any] = ()
     max_concurrent_requests: int | None = None
-    max_concurrent_tools: int | None = None
-    max_concurrent_rewards: int | None = None
     seed: int = 0
     name: str = "policy"
     before_chain: Callable[[Any], Any] | None = None
@@ -127,8 +121,8 @@ class AgentSettings(Displayable):
     group_reward: Callable[[Group], Any] | None = None
     watch: Callable[[Any], Any] | None = None
     harness: Any = None
-    # Concurrency limits shared by all chains of the agent, created from the settings `max_concurrent_...`.
-    _concurrency: Any = field(default=None, repr=False)
+    # The semaphores of `max_concurrent_requests`, by event loop. A copy made by dataclasses.replace shares them.
+    _semaphores: dict[Any, asyncio.Semaphore] = field(default_factory=dict, repr=False)
     # Holds the handle of the most recently started rollout, once there is one.
     _last_handle: list[Any] = field(default_factory=list, repr=False)
     # Keys of the warnings that have been issued, such as the name of a redefined tool.
@@ -146,7 +140,7 @@ class AgentSettings(Displayable):
             raise SettingsError(f"sampling must be an af.Sampling, got {self.sampling!r}")
         for name in ("max_turns", "max_invalid_calls", "max_nudges"):
             check_count(name, getattr(self, name))
-        for name in ("max_tokens", "max_tool_calls", *_CONCURRENCY):
+        for name in ("max_tokens", "max_tool_calls", "max_concurrent_requests"):
             check_count(name, getattr(self, name), optional=True)
         check_types(self)
         if self.timeout is not None and not self.timeout > 0:
@@ -186,11 +180,7 @@ class AgentSettings(Displayable):
                     "pools must provide the sandboxes that the tools, the reward or the harness require, got none for "
                     f"{sandbox_type.__name__}; add pools=[af.Pool({sandbox_type.__name__}, size=8)]"
                 )
-        # A copy made by dataclasses.replace shares the limits of the original.
-        limits = self._concurrency or ConcurrencyLimits(
-            self.max_concurrent_requests, self.max_concurrent_tools, self.max_concurrent_rewards
-        )
-        settings = {"tools": tools, "reward": reward, "harness": harness, "pools": pools, "_concurrency": limits}
+        settings = {"tools": tools, "reward": reward, "harness": harness, "pools": pools}
         for name, value in settings.items():
             object.__setattr__(self, name, value)
 
@@ -198,6 +188,12 @@ class AgentSettings(Displayable):
     def exact(self) -> bool:
         """True if the engine exchanges token ids; False if it is text-only."""
         return self.engine.tokens == "exact"
+
+    def _request_slot(self) -> AbstractAsyncContextManager[Any]:
+        """Return a context manager that waits until fewer than `max_concurrent_requests` requests run."""
+        if (limit := self.max_concurrent_requests) is None:
+            return nullcontext()
+        return self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(limit))
 
     def opening(self, task: Task) -> tuple[Message, ...]:
         """Return the messages that start each chain of a task: the system message, if any, then the task's messages."""

@@ -19,7 +19,6 @@ FAMILIES: tuple[str, ...] = (
     "judge",
     "lookup",
     "math",
-    "maze",
     "reasoning_gym",
     "repo",
     "scienceworld",
@@ -34,8 +33,13 @@ _WHERE = {
     "agent": "base",
     "from_env": "gym",
     "reward": "base",
-    "to_gymnasium": "gym",
     "tools": "base",
+}
+
+# Names of 0.2, and what to use instead.
+_REMOVED = {
+    "maze": "use another family, such as af.envs.alfworld, or a maze of Gymnasium with af.envs.from_env",
+    "to_gymnasium": "use af.envs.tools and af.envs.reward, or write a gymnasium.Env that calls the class",
 }
 
 __all__ = sorted([*_WHERE, *FAMILIES, "list"])
@@ -46,6 +50,8 @@ def __getattr__(name: str) -> Any:
         return getattr(importlib.import_module(f"agentfly_kit.envs.{_WHERE[name]}"), name)
     if name in FAMILIES:
         return importlib.import_module(f"agentfly_kit.envs.{name}")
+    if name in _REMOVED:
+        raise AttributeError(f"agentfly_kit.envs.{name} was removed in 0.3; {_REMOVED[name]}")
     raise AttributeError(f"agentfly_kit.envs has no attribute {name!r}; it has {', '.join(__all__)}")
 
 

@@ -95,7 +95,7 @@ class Code:
 
     @tool(timeout=120.0)
     async def python(self, code: str) -> SandboxResult:
-        """Run Python code. Variables are kept from call to call; the last expression's value is shown.
+        """Run Python code. Variables persist between calls. The value of the last expression is shown.
 
         Args:
             code: one or more statements.
@@ -106,10 +106,10 @@ class Code:
 
     @tool
     async def submit(self, code: str) -> str:
-        """Hand in the solution. It is tested then, and the task is over.
+        """Submit the solution. This runs the tests and ends the task.
 
         Args:
-            code: the whole program: imports, and the function that was asked for.
+            code: the complete program, with imports and the requested function.
         """
         self.submitted = code
         self.done = True

@@ -214,7 +214,7 @@ class Family(Displayable):
 
 
 def row_id(prefix: str, split: str, seed: int, number: int) -> str:
-    """Return the id of a row, such as "maze-test-0003", or "maze-test-7-0003" for seed 7."""
+    """Return the id of a row, such as "math-test-0003", or "math-test-7-0003" for seed 7."""
     return f"{prefix}-{split}-{'' if seed == 0 else f'{seed}-'}{number:04}"
 
 

@@ -1,26 +1,15 @@
-"""Adapters between environment classes and the environments of Gymnasium, TextArena and OpenEnv."""
+"""`from_env`: adapter for the environments of Gymnasium, TextArena and OpenEnv."""
 
 from __future__ import annotations
 
-import asyncio
 import inspect
-import json
 import math
-import string
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
-from agentfly_kit._async.threads import Worker
-from agentfly_kit.envs import base
-from agentfly_kit.errors import RewardError, SandboxError, SettingsError
-from agentfly_kit.pool import calls
-from agentfly_kit.pool.pool import Pool
-from agentfly_kit.tools.context import Context
-from agentfly_kit.tools.tool import ToolSet, tool
-from agentfly_kit.types import Task, ToolCall, ToolResult
+from agentfly_kit.errors import SandboxError, SettingsError
+from agentfly_kit.tools.tool import tool
+from agentfly_kit.types import Task, ToolResult
 
 
 def from_env(
@@ -172,131 +161,3 @@ def _then(value: Any, finish: Callable[[Any], Any]) -> Any:
         return finish(await value)
 
     return awaited()
-
-
-def to_gymnasium(sandbox_type: type, task: Task) -> Any:
-    """Wrap an environment class and one task as a `gymnasium.Env` with text actions and text observations.
-
-    An action is a string: either a tool call as JSON, {"name": ..., "arguments": {...}}, or an answer, which ends the
-    episode. The observation is the tool's output. Rewards are the tools' turn rewards plus, at the end, the
-    environment's own reward. Methods and reward may be sync or coroutine functions.
-
-    Raises:  SettingsError if gymnasium is not installed or the class is not an environment.
-    """
-    try:
-        import gymnasium
-    except ModuleNotFoundError as error:
-        raise SettingsError('gymnasium is not installed; type: pip install "agentfly_kit[envs]"') from error
-    base.check(sandbox_type)
-    tools = ToolSet(base.tools(sandbox_type))
-    reward = base.reward(sandbox_type)
-    wanted = {*tools.sandbox_types, *(() if reward is None else reward.sandbox_types)} - {sandbox_type}
-
-    class Env(gymnasium.Env):  # type: ignore[misc, name-defined, unused-ignore]
-        action_space = gymnasium.spaces.Text(4096, charset=string.printable)
-        observation_space = gymnasium.spaces.Text(65536, min_length=0, charset=string.printable)
-
-        def __init__(self) -> None:
-            self.loop = _Loop()
-            self._create()
-            self.pools: list[Pool[Any]] = [Pool(kind, size=1) for kind in wanted]
-            self.context: Context | None = None
-
-        def _create(self) -> None:
-            self.worker = Worker()
-            self.environment = self.loop.wait(calls.create(self.worker, sandbox_type, sandbox_type))
-
-        def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[str, dict[str, Any]]:
-            super().reset(seed=seed)
-            begun = task if seed is None else replace(task, fields=task.fields | {"seed": seed})
-            self._release()
-            if self.worker.discarded:  # a call that was given up may still change the environment
-                calls.end(SimpleNamespace(worker=self.worker, sandbox=self.environment))
-                self._create()
-            own: Any = _SingleSandboxPool(sandbox_type, self.environment, self.worker)
-            self.context = Context(begun, pools=[own, *self.pools])
-            self.loop.wait(self.context.sandbox(sandbox_type))
-            opening = self.context.reset_results.get(sandbox_type)
-            text = opening if isinstance(opening, str) else "\n".join(str(m["content"]) for m in opening or ())
-            asked = "\n".join(str(m["content"]) for m in task.messages)
-            return "\n\n".join(part for part in (asked, text) if part), {"task": task.id}
-
-        def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-            if self.context is None:
-                raise SettingsError("call reset() before step()")
-            call = _call(action)
-            if call is None:
-                return "", self._score(action), True, False, {"final": action}
-            result = self.loop.wait(tools.call(call, self.context))
-            gain = result.reward or 0.0
-            over = bool(result.env_done or result.done)
-            if over:
-                gain += self._score(None)
-            return result.observation, gain, over, False, {"ok": result.ok}
-
-        def _score(self, final: str | None) -> float:
-            if reward is None:
-                return 0.0
-            assert self.context is not None
-            ended: Any = SimpleNamespace(task=self.context.task, final=final, turns=())
-            score = self.loop.wait(reward.score(ended, self.context))
-            if score.reward is None:
-                raise RewardError(f"the episode could not be scored: {score.error}")
-            return float(score.reward)
-
-        def _release(self) -> None:
-            if self.context is not None:
-                self.loop.wait(self.context.close())
-
-        def close(self) -> None:
-            self._release()
-            for pool in self.pools:
-                self.loop.wait(pool.close())
-            if self.worker.busy:
-                calls.end(SimpleNamespace(worker=self.worker, sandbox=self.environment))
-            else:
-                self.loop.wait(calls.call(self.worker, getattr(self.environment, "close", None)))
-
-    return Env()
-
-
-def _call(action: str) -> ToolCall | None:
-    try:
-        read = json.loads(action)
-        return ToolCall("call-0", str(read["name"]), dict(read.get("arguments") or {}))
-    except (ValueError, TypeError, KeyError, RecursionError):
-        return None
-
-
-class _Loop:
-    """Event loop on a separate thread, for synchronous callers whose own thread runs a loop, as in a notebook."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.new_event_loop()
-
-    def wait(self, work: Any) -> Any:
-        async def awaited() -> Any:
-            return await work
-
-        with ThreadPoolExecutor(1) as thread:
-            return thread.submit(self._loop.run_until_complete, awaited()).result()
-
-    def __del__(self) -> None:
-        self._loop.close()
-
-
-class _SingleSandboxPool:
-    """Pool that leases an existing sandbox any number of times. The caller must close the sandbox."""
-
-    revoked = ""
-
-    def __init__(self, sandbox_type: type, sandbox: Any, worker: Worker) -> None:
-        self.sandbox_type = sandbox_type
-        self.sandbox = sandbox
-        self.worker = worker
-        self.turn: object = None
-
-    async def acquire(self, owner: str, *, run: str, queue: bool = True) -> _SingleSandboxPool:
-        return self
-
-    async def release(self, lease: Any, *, reusable: bool = True) -> None: ...

@@ -16,7 +16,9 @@ import os
 import random
 import re
 import sqlite3
-from collections.abc import Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +26,6 @@ from typing import Any
 
 from agentfly_kit import task_files
 from agentfly_kit import tasks as task_sets
-from agentfly_kit.envs import kendall
 from agentfly_kit.envs.base import SandboxEnvironment
 from agentfly_kit.envs.family import Family, Move, existing_file, first_world, int_field, row_id, tool_outputs
 from agentfly_kit.errors import SandboxError, TaskError
@@ -54,12 +55,68 @@ def score(seen: Rows | str | None, wanted: Rows) -> dict[str, float]:
     if not isinstance(seen, list):
         return {"reward": 0.0, "success": 0.0, "overlap": 0.0, "order": 0.0}
     have, want = [str(row) for row in seen], [str(row) for row in wanted]
-    overlap = reward = kendall.overlap(have, want)
-    order = kendall.tau(*kendall.shared(have, want))
+    overlap = reward = _overlap(have, want)
+    order = tau(*shared(have, want))
     if not math.isnan(order):
         reward = round(order * overlap, 2)
     order = 1.0 if math.isnan(order) else order
     return {"reward": reward, "success": float(reward >= 1), "overlap": overlap, "order": order}
+
+
+def tau(a: Sequence[Any], b: Sequence[Any]) -> float:
+    """Return Kendall's tau-b: (concordant pairs - discordant pairs) / sqrt(pairs untied in a * pairs untied in b).
+
+    Shapes:  two sequences of equal length n, each with values that can be ordered.
+    Units:   -1 to 1; NaN if all values of one sequence are equal.
+    Source:  Kendall, "The treatment of ties in ranking problems", Biometrika 33 (1945).
+    """
+    if len(a) != len(b):
+        raise ValueError(f"sequences must have the same length, got {len(a)} and {len(b)} values")
+    pairs = sorted(zip(a, b, strict=True))
+    every = _pairs(len(pairs))
+    ties_a, ties_b, ties_both = _ties(a), _ties(b), _ties(pairs)
+    if ties_a == every or ties_b == every:
+        return math.nan
+    # After sorting by (a, b), the inversions of b are exactly the discordant pairs.
+    discordant = 0
+    seen: list[Any] = []
+    for _, y in pairs:
+        at = bisect_right(seen, y)
+        discordant += len(seen) - at
+        seen.insert(at, y)
+    concordant = every - ties_a - ties_b + ties_both - discordant
+    found = (concordant - discordant) / math.sqrt(every - ties_a) / math.sqrt(every - ties_b)
+    return max(-1.0, min(1.0, found))
+
+
+def _pairs(n: int) -> int:
+    return n * (n - 1) // 2
+
+
+def _ties(values: Sequence[Hashable]) -> int:
+    return sum(_pairs(count) for count in Counter(values).values())
+
+
+def _overlap(a: Sequence[Hashable], b: Sequence[Hashable]) -> float:
+    """Return the intersection over union of two multisets, from 0 to 1. If both are empty, return 1."""
+    have, want = Counter(a), Counter(b)
+    union = (have | want).total()
+    return (have & want).total() / union if union else 1.0
+
+
+def shared(a: Sequence[str], b: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Restrict both sequences to the elements of their multiset intersection, keeping the order of each sequence."""
+    common = Counter(a) & Counter(b)
+    return _kept(a, common.copy()), _kept(b, common)
+
+
+def _kept(values: Sequence[str], left: Counter[str]) -> list[str]:
+    found = []
+    for value in values:
+        if left[value] > 0:
+            left[value] -= 1
+            found.append(value)
+    return found
 
 
 # --- environment ---------------------------------------------------------------------------------
@@ -130,10 +187,10 @@ class SQL(SandboxEnvironment):
 
     @tool(max_chars=4096)
     async def execute(self, query: str) -> ToolResult:
-        """Run a query on the database, and see its rows.
+        """Run a query on the database and show the resulting rows.
 
         Args:
-            query: one statement of SQL.
+            query: one SQL statement.
         """
         self.queries.append(query)
         result = await self._sandbox.run(query, timeout=self._seconds)
@@ -149,7 +206,7 @@ class SQL(SandboxEnvironment):
 
     @tool
     async def submit(self) -> str:
-        """Say that the rows of the last query are the answer."""
+        """Submit the rows of the last query as the answer."""
         self.done = True
         return "Submitted."
 

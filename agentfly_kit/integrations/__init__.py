@@ -1,1 +1,1 @@
-"""Integrations with TRL, Ray, trackers, OpenTelemetry, notebooks, other rollout formats, and remote sandbox pools."""
+"""Integrations with TRL, Ray, trackers, OpenTelemetry, notebooks, and other rollout formats."""

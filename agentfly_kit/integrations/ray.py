@@ -36,7 +36,7 @@ _MAX_RETRIES = 3
 _RESTART_SECONDS, _RETRY_SECONDS = 120.0, 0.5
 # Fields of an agent that `_describe` does not compare. The engine is sent separately, `Workers.check` ensures that the
 # chat and the pools are unchanged, and the other fields concern only the main process.
-_NOT_COMPARED = ("engine", "chat", "pools", "watch", "_concurrency", "_last_handle", "_warned")
+_NOT_COMPARED = ("engine", "chat", "pools", "watch", "_semaphores", "_last_handle", "_warned")
 
 
 def workers(agent: Agent, n: int, *, timeout: float = 300.0, **options: Any) -> Workers:

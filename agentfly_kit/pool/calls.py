@@ -34,14 +34,14 @@ async def create(worker: threads.Worker, sandbox_type: type, make: Callable[[], 
         return make()
 
 
-async def call(worker: threads.Worker, function: Callable[..., Any] | None, *args: Any, **options: Any) -> Any:
+async def call(worker: threads.Worker, function: Callable[..., Any] | None, *args: Any) -> Any:
     """Call a method of a sandbox, in the thread of `worker` if it is sync. Return None if there is no such method."""
     if not callable(function):
         return None
     with threads.using(worker):
         if inspect.iscoroutinefunction(function):
-            return await function(*args, **options)
-        return await maybe_await(await threads.call(function, *args, **options))
+            return await function(*args)
+        return await maybe_await(await threads.call(function, *args))
 
 
 async def call_within(seconds: float, name: str, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:

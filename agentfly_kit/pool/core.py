@@ -21,14 +21,15 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .._async.delivery import deliver, running_loop
+from .._async.listeners import Listeners
 from .._async.threads import Worker
 from ..errors import IsolationError, PoolClosed, PoolTimeout, SandboxError, SettingsError
-from .base import BasePool, Lease
 from .calls import call, call_within, create, end, kill_all
 from .environment import is_environment
+from .lease import Lease
 from .records import PoolEvent
 from .state import Effects, PoolState, Slot
 
@@ -36,16 +37,18 @@ S = TypeVar("S")
 _CLOSE_SECONDS = 5.0  # time limit of a sandbox's `close`, after which it is killed
 
 
-class PoolCore(BasePool[S]):
+class PoolCore(Generic[S]):
     """Base class of `Pool` that manages the sandboxes and their states."""
 
     options: dict[str, Any]
     start_timeout: float
     _healthy: Callable[[S], object] | None
 
-    def __init__(self, sandbox_type: type[S], acquire_timeout: float, state: PoolState) -> None:
-        super().__init__(sandbox_type, acquire_timeout)
+    def __init__(self, sandbox_type: type[S], state: PoolState) -> None:
+        self.sandbox_type = sandbox_type
+        self.name = sandbox_type.__name__
         self._state = state
+        self._listeners: Listeners[PoolEvent] = Listeners(f"the pool of {self.name}")
         self._lock = threading.Lock()
         # Slots whose lease was garbage-collected. Their sandboxes are killed as soon as `_lock` is free.
         self._dropped: deque[Slot] = deque()
@@ -130,6 +133,7 @@ class PoolCore(BasePool[S]):
             self._dispatch(self._state.turn_changed, slot, lease.turn)
 
     def _on_lease_collected(self, lease: Lease[S]) -> None:
+        """Handle a lease that was garbage-collected without a release. May be called at any time, in any thread."""
         slot = self._state.slots.get(lease.id)
         if slot is None:
             return  # already removed because the pool was closed

@@ -1,25 +1,34 @@
-"""The class `Pool`, which leases sandboxes to chains. Its internals are in core.py."""
+"""`Pool`, which leases sandboxes to chains, and the list of all pools. The internals of `Pool` are in core.py."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
+import itertools
 import time
 import weakref
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import AsyncIterator, Callable
+from typing import Any, Self, TypeVar, cast
 
 from .._async.interrupts import keep_interruptible
 from .._display import Displayable
 from ..errors import PoolTimeout, SettingsError, check_count, check_positive, suggest_keyword
-from .base import Lease
 from .calls import is_alive
 from .core import PoolCore
-from .records import PoolSnapshot, SandboxInfo
+from .lease import Lease
+from .records import PoolEvent, PoolSnapshot, SandboxInfo
 from .state import PoolState, Slot
 
 S = TypeVar("S")
+_POOLS: weakref.WeakSet[Pool[Any]] = weakref.WeakSet()
+_numbers = itertools.count(1)
+
+
+def pools() -> list[Pool[Any]]:
+    """Return all open pools, oldest first."""
+    return sorted((pool for pool in _POOLS if not pool.closed), key=lambda pool: pool.number)
 
 
 class Pool(Displayable, PoolCore[S]):
@@ -70,18 +79,23 @@ class Pool(Displayable, PoolCore[S]):
         start_timeout: float = 60.0,
         **options: Any,
     ) -> None:
+        if not isinstance(sandbox_type, type):
+            raise SettingsError(f"sandbox_type must be a class such as PythonSandbox, got {sandbox_type!r}")
         check_count("size", size)
         if not isinstance(min_idle, int) or not 0 <= min_idle <= size:
             raise SettingsError(f"min_idle must be between 0 and size={size}, got {min_idle}")
         check_count("max_uses", max_uses, optional=True)
-        check_positive("number of seconds", start_timeout=start_timeout, max_lease=max_lease)
+        check_positive(
+            "number of seconds", start_timeout=start_timeout, max_lease=max_lease, acquire_timeout=acquire_timeout
+        )
         state = PoolState(
             size, min_idle, alive=lambda slot: is_alive(slot.sandbox), max_uses=max_uses, max_lease=max_lease
         )
-        super().__init__(sandbox_type, acquire_timeout, state)
+        super().__init__(sandbox_type, state)
         _check_sandbox_type(sandbox_type, options)
         self.size = size
         self.min_idle = min_idle
+        self.acquire_timeout = acquire_timeout
         self.max_lease = max_lease
         self.start_timeout = start_timeout
         self.options = options
@@ -90,7 +104,8 @@ class Pool(Displayable, PoolCore[S]):
             "min_idle": min_idle, "max_uses": max_uses, "max_lease": max_lease, "healthy": healthy,
             "acquire_timeout": acquire_timeout, "start_timeout": start_timeout,
         } | options  # fmt: skip
-        self._register()
+        self.number = next(_numbers)
+        _POOLS.add(self)
 
     def __reduce__(self) -> Any:
         # A pickled pool that is loaded in another process starts its own sandboxes.
@@ -141,7 +156,27 @@ class Pool(Displayable, PoolCore[S]):
         counts = f"{s.leased} leased, {s.idle} idle, {s.starting} starting, {s.waiting} waiting"
         return f"<Pool {s.sandbox_type} {counts}, size {s.size}>"
 
+    def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
+        """Call `callback` with every future event, in order. Return a function that ends the subscription.
+
+        The callback runs synchronously in the thread that caused the event and must be fast. It may use the pool. If it
+        raises, the pool warns once and continues.
+        """
+        return self._listeners.subscribe(callback)
+
     # --- leasing
+
+    @contextlib.asynccontextmanager
+    async def lease(self, owner: str = "unnamed", timeout: float | None = None, *, run: str = "") -> AsyncIterator[S]:
+        """Async context manager that leases a sandbox: `async with pool.lease(owner="me") as sandbox`.
+
+        For arguments and exceptions, see `acquire`.
+        """
+        lease = await self.acquire(owner, timeout, run=run)
+        try:
+            yield lease.sandbox
+        finally:
+            await self.release(lease)
 
     async def acquire(
         self, owner: str = "unnamed", timeout: float | None = None, *, run: str = "", queue: bool = True
@@ -206,14 +241,17 @@ class Pool(Displayable, PoolCore[S]):
         Raises:
             SettingsError: if the lease belongs to another pool.
         """
+        if lease.pool is not self:
+            raise SettingsError(f"lease must be a lease of this pool, got {lease!r}")
         slot = self._state.slots.get(lease.id)
-        if not self._begin_release(lease) or slot is None:
+        released, lease.released = lease.released, True
+        if released or slot is None:
             return
         if reusable and not is_alive(lease.sandbox):
             self._dispatch(self._state.died, slot, "found dead when it was released")
         else:
             resettable = callable(getattr(lease.sandbox, "reset", None))
-            self._dispatch(self._state.released, slot, reusable and resettable and self._is_reusable(lease))
+            self._dispatch(self._state.released, slot, reusable and resettable and _is_reusable(lease))
         uses = slot.uses
         # Wait until the sandbox has been reset or closed, or has been leased to another holder.
         while slot.uses == uses and await self._wait_for_task(slot):
@@ -246,6 +284,18 @@ class Pool(Displayable, PoolCore[S]):
         for slot in list(self._tasks):
             await self._wait_for_task(slot)
         self._finalizer()  # kill sandboxes whose `close` was scheduled on an event loop that has since been closed
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+
+def _is_reusable(lease: Lease[Any]) -> bool:
+    """Return False if a call of the lease was given up or has failed, and may go on or has changed the sandbox."""
+    ends_calls = getattr(lease.pool.sandbox_type, "ends_cancelled_calls", False)
+    return not (lease.worker.busy if ends_calls else lease.worker.discarded)
 
 
 def _timeout_message(s: PoolSnapshot, timeout: float) -> str:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from agentfly_kit import losses
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import BatchError, SettingsError, check_instance
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PPOConfig
+from agentfly_kit.ppo.scoring import importance_weights, score
 
 # Largest difference, in nats, between logprobs of policy and sampler at which old_logprobs="auto" trusts the sampler.
 EXACT_GAP = 1e-4
@@ -76,7 +73,7 @@ class StepInputs:
         return found._with_weights(config)
 
     def _with_weights(self, config: PPOConfig) -> StepInputs:
-        weights, sample_size = _importance_weights(self.batch, self.old_logprobs, config)
+        weights, sample_size = importance_weights(self.batch, self.old_logprobs, config)
         return replace(self, importance_weights=weights, effective_sample_size=sample_size)
 
     def select(self, rows: Tensor, token_weight: Tensor, device: torch.device) -> MicroBatch:
@@ -111,19 +108,6 @@ def is_clipped(gradient: Tensor, micro: MicroBatch) -> Tensor:
     # A token with importance weight 0 has no gradient either, but is not clipped.
     clipped = (gradient == 0) & (micro.advantages != 0)
     return clipped if micro.importance_weights is None else clipped & (micro.importance_weights != 0)
-
-
-def precision(policy: Policy, config: PPOConfig) -> AbstractContextManager[Any]:
-    """Return a context manager that runs the model under `config.autocast`, or that does nothing if this is None."""
-    if config.autocast is None:
-        return contextlib.nullcontext()
-    return torch.autocast(policy.device.type, dtype=torch.bfloat16)
-
-
-def score(policy: Policy, batch: Any, what: Any, config: PPOConfig) -> Tensor:
-    """Compute `what` ("logprob" or "entropy") for each token of a batch, without gradients, under `config.autocast`."""
-    with precision(policy, config):
-        return policy.score(batch, {what}, micro_tokens=config.micro_tokens)[what]
 
 
 def check_optimizer(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
@@ -213,61 +197,3 @@ def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> l
     trajectories = batch.trajectory_index.unique()
     order = trajectories[torch.randperm(len(trajectories), generator=generator)]
     return [torch.isin(batch.trajectory_index, part).nonzero()[:, 0] for part in order.split(size or len(order))]
-
-
-def token_weights(batch: Batch, rows: Tensor, config: PPOConfig) -> Tensor:
-    """Return the weight of each token's loss in the loss of a minibatch: (B, T), 0 outside of `rows`.
-
-    The loss of the minibatch is linear in the losses of its tokens, so its gradient contains the weights.
-    """
-    options = config.aggregate_options()
-    index = batch.trajectory_index[rows] if options["how"] == "trajectory_mean" else None
-    per_token = torch.zeros(len(rows), batch.ids.shape[1], requires_grad=True)
-    aggregated = losses.aggregate(per_token, batch.mask[rows], trajectory_index=index, **options)
-    out = torch.zeros(batch.ids.shape)
-    out[rows] = torch.autograd.grad(aggregated, per_token)[0]
-    return out
-
-
-def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> Tensor:
-    """Subtract a KL penalty towards the reference policy from the reward of every sampled token.
-
-    The result, token_rewards - coef * KL(sampler || reference), is computed from the sampler's logprobs and
-    `batch.ref_logprobs`. Pass these rewards, or their sum over each row, to an advantage estimator, as `train`
-    does with `kl_in="reward"`::
-
-        batch = batch.replace(ref_logprobs=reference.score(batch, {"logprob"})["logprob"])
-        rewards = shaped_rewards(batch, 0.05)
-
-    Args:
-        batch: Batch with `ref_logprobs`.
-        coef: Coefficient of the KL penalty.
-        kind: Estimator of the KL per token; see `af.losses.kl`.
-
-    Returns:
-        The rewards per token, (B, T), NaN where the mask is 0.
-
-    Raises:
-        BatchError: If the batch has no reference logprobs.
-
-    Source:  Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593, eq. 2, which uses kind="k1".
-    """
-    if batch.ref_logprobs is None:
-        raise BatchError(
-            "shaped_rewards needs reference logprobs; add them with "
-            "batch.replace(ref_logprobs=reference.score(batch, {'logprob'})['logprob'])"
-        )
-    return batch.token_rewards - coef * losses.kl(batch.logprobs, batch.ref_logprobs, kind, batch.mask)
-
-
-def _importance_weights(batch: Batch, old_logprobs: Tensor, config: PPOConfig) -> tuple[Tensor | None, float]:
-    """Compute the weights of `PPOConfig.correction`, (B, T), and their effective sample size, as a fraction."""
-    if config.correction is None:
-        return None, math.nan
-    options = config.correction_options()
-    sampler = batch.logprobs
-    if batch.kept_mass is not None:  # recorded logprobs are those before truncation, so divide by the kept mass
-        sampler = sampler - torch.where(batch.mask, batch.kept_mass, 1.0).log()
-    weights = losses.importance_weights(old_logprobs, sampler, batch.mask, **options)
-    level = options.get("level", "token")
-    return weights, float(losses.effective_sample_size(weights, batch.mask, level=level))

@@ -16,7 +16,8 @@ from agentfly_kit._display import Displayable
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
-from agentfly_kit.ppo.inputs import StepInputs, is_clipped, score
+from agentfly_kit.ppo.inputs import StepInputs, is_clipped
+from agentfly_kit.ppo.scoring import score
 
 
 @dataclass(frozen=True, repr=False)

@@ -38,10 +38,8 @@ from agentfly_kit.ppo.inputs import (
     check_optimizer,
     is_clipped,
     minibatches,
-    precision,
-    score,
-    token_weights,
 )
+from agentfly_kit.ppo.scoring import precision, score, token_weights
 from agentfly_kit.ppo.stats import PhaseTimer, RunningStats, Stats, explained_variance, token_detail
 
 _DEFAULTS = PPOConfig()

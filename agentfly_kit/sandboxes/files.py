@@ -5,10 +5,9 @@ This module runs on the host. inside/files.py carries out the operations in the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
-from ..errors import SettingsError, check_count
+from ..errors import check_count
 from .hosted import Files, seed_entries
 from .settings import forward_signature
 from .shell import ShellSandbox
@@ -55,15 +54,6 @@ class FileSandbox(ShellSandbox):
 
     async def _setup(self) -> None:
         await self._put(self._seed_entries)
-
-    @classmethod
-    def validate_remote_options(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Check that the arguments of a remote call do not name files on the server's machine.
-
-        Raises:  SettingsError if an argument names such a file.
-        """
-        if method == "seed" and not all(isinstance(given, Mapping) for given in (*args, *kwargs.values())):
-            raise SettingsError("files must be a dict from paths to text or bytes in a remote call of seed()")
 
     async def seed(self, files: Files) -> None:
         """Add files for the current task, overwriting existing ones. A reset removes them; `undo` does not.

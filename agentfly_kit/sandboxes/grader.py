@@ -153,15 +153,6 @@ class Grader(Startable):
 
     # --- grading ---------------------------------------------------------------------------------
 
-    @classmethod
-    def validate_remote_options(cls, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Check that the arguments of a remote call do not name files on the server's machine.
-
-        Raises:  SettingsError if an argument names such a file.
-        """
-        if not isinstance(kwargs.get("files") or {}, Mapping):
-            raise SettingsError(f"files must be a dict from paths to text or bytes in a remote call of {method}()")
-
     async def grade(
         self,
         source: str,

@@ -11,18 +11,19 @@ import copy
 import typing
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from agentfly_kit._async import threads
-from agentfly_kit._async.concurrency import ConcurrencyLimits
 from agentfly_kit._async.pending_call import wait_all
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import LeaseRevoked, SandboxError, SettingsError
 from agentfly_kit.pool import environment as environments
-from agentfly_kit.pool.base import BasePool
 from agentfly_kit.pool.calls import call
 from agentfly_kit.tools.calling import call_user_function
 from agentfly_kit.types import Task
+
+if TYPE_CHECKING:
+    from agentfly_kit.pool.pool import Pool
 
 S = TypeVar("S")
 
@@ -68,7 +69,6 @@ class Context(Displayable):
         turn: current turn, updated by the chain.
         seed: seed of the current turn, updated by the chain.
         pools: pools from which sandboxes are leased.
-        concurrency: limits on concurrent tools and rewards.
         run: name of the rollout. Pools use it to serve several rollouts in turn.
     """
 
@@ -79,8 +79,7 @@ class Context(Displayable):
         trajectory_id: str = "",
         turn: int = 0,
         seed: int = 0,
-        pools: Sequence[BasePool[Any]] = (),
-        concurrency: ConcurrencyLimits = ConcurrencyLimits(),  # noqa: B008 - it never changes
+        pools: Sequence[Pool[Any]] = (),
         run: str = "",
     ) -> None:
         self.task = task
@@ -93,11 +92,10 @@ class Context(Displayable):
         # Values that the `reset` methods of environments returned, by environment class.
         self.reset_results: dict[type, Any] = {}
         self.pools = tuple(pools)
-        self.concurrency = concurrency
         self.run = run
-        self._leases: dict[BasePool[Any], asyncio.Task[Any]] = {}
-        self._locks: dict[BasePool[Any], asyncio.Lock] = {}
-        # Additional arguments of `BasePool.acquire`. `fork` sets them while it leases sandboxes.
+        self._leases: dict[Pool[Any], asyncio.Task[Any]] = {}
+        self._locks: dict[Pool[Any], asyncio.Lock] = {}
+        # Additional arguments of `Pool.acquire`. `fork` sets them while it leases sandboxes.
         self._acquire_options: dict[str, Any] = {}
         self._closed = False
         self._close_lock = asyncio.Lock()
@@ -112,7 +110,7 @@ class Context(Displayable):
         """
         return typing.cast(S, (await self._lease(self.pool(sandbox_type))).sandbox)
 
-    async def _lease(self, pool: BasePool[Any]) -> Any:
+    async def _lease(self, pool: Pool[Any]) -> Any:
         sandbox_type = pool.sandbox_type
         if self._closed:
             raise SandboxError(
@@ -134,7 +132,7 @@ class Context(Displayable):
             lease.turn = self.turn  # shown in the pool's snapshot
         return lease
 
-    async def _acquire(self, pool: BasePool[Any]) -> Any:
+    async def _acquire(self, pool: Pool[Any]) -> Any:
         lease = await pool.acquire(self.trajectory_id, run=self.run, **self._acquire_options)
         if environments.is_environment(pool.sandbox_type):
             try:
@@ -145,12 +143,11 @@ class Context(Displayable):
                 raise
         return lease
 
-    async def _reset_environment(self, pool: BasePool[Any], environment: Any) -> None:
+    async def _reset_environment(self, pool: Pool[Any], environment: Any) -> None:
         """Start a new episode by resetting the environment for the task of the chain."""
         sandbox_type = pool.sandbox_type
         given = environments.reset_arguments(sandbox_type, self.task, self.fields)
-        limit: float | None = getattr(pool, "start_timeout", None)
-        outcome = await call_user_function(environment.reset, given, timeout=limit)
+        outcome = await call_user_function(environment.reset, given, timeout=pool.start_timeout)
         if (error := outcome.error) is not None:
             what = f"{type(error).__name__}: {error}"
             raise SandboxError(f"{sandbox_type.__name__}.reset failed for task {self.task.id!r} ({what})") from error
@@ -177,7 +174,7 @@ class Context(Displayable):
                     f"the pool revoked the {pool.sandbox_type.__name__} of the chain {self.trajectory_id!r}: {reason}"
                 )
 
-    def pool(self, sandbox_type: type) -> BasePool[Any]:
+    def pool(self, sandbox_type: type) -> Pool[Any]:
         """Return the only pool of this sandbox class or, if the class has no pool, the only pool of a subclass."""
         exact = [pool for pool in self.pools if pool.sandbox_type is sandbox_type]
         found = exact or [pool for pool in self.pools if issubclass(pool.sandbox_type, sandbox_type)]
@@ -215,7 +212,6 @@ class Context(Displayable):
             turn=self.turn,
             seed=self.seed,
             pools=self.pools,
-            concurrency=self.concurrency,
             run=self.run,
         )
         try:
@@ -278,7 +274,7 @@ def _is_held(lease: asyncio.Task[Any]) -> bool:
 
 @asynccontextmanager
 async def temporary_context(
-    task: Task, sandbox_types: Sequence[type], *pools: BasePool[Any] | None
+    task: Task, sandbox_types: Sequence[type], *pools: Pool[Any] | None
 ) -> AsyncIterator[Context]:
     """Create a context for a single call, with a temporary pool for each sandbox class that has no pool in `pools`."""
     given = [pool for pool in pools if pool is not None]

@@ -16,12 +16,11 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args, overload
 
 from agentfly_kit._async.pending_call import PendingCall, pending_call
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import ToolError, ToolSchemaError
-from agentfly_kit.pool.base import BasePool
 from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.context import Context, temporary_context
 from agentfly_kit.tools.injection import FunctionSet, InjectedFunction
@@ -29,6 +28,9 @@ from agentfly_kit.tools.inspection import underlying
 from agentfly_kit.tools.results import fit_result, to_result
 from agentfly_kit.tools.schema import Arguments, parse_docstring
 from agentfly_kit.types import Task, ToolCall, ToolResult
+
+if TYPE_CHECKING:
+    from agentfly_kit.pool.pool import Pool
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -254,8 +256,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
             values, problem = self._arguments.validate(arguments)
             if problem:
                 return fit_result(ToolResult(False, problem), self.max_chars)
-            # Take the concurrency slot last, so that a call does not occupy it while it waits for a sandbox.
-            async with self._inject(context, context.fields) as injected, context.concurrency.tools.slot():
+            async with self._inject(context, context.fields) as injected:
                 outcome = await call_user_function(
                     self._bound(),
                     copy.deepcopy(self._defaults) | values | injected,
@@ -446,7 +447,7 @@ class Rerun:
 
     tool: Tool[..., Any]
     task: Task
-    pools: tuple[weakref.ref[BasePool[Any]], ...]
+    pools: tuple[weakref.ref[Pool[Any]], ...]
 
     def __call__(self, call: ToolCall) -> Awaitable[ToolResult]:
         return PendingCall(f"{self.tool.name}.rerun()", lambda: self._run(call))

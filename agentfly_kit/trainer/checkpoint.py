@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,7 +59,6 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
     """Load the weights and optimizer state of a checkpoint, and return the state of the training loop."""
     file = checkpoint / "state.pt"
     try:
-        run.verify(checkpoint)
         state = torch.load(file, map_location=policy.device, weights_only=True)
         if state["version"] > _VERSION:
             raise RunError(
@@ -78,7 +76,7 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
         previous = run.path / "checkpoint.before"
         if checkpoint != previous and (previous / "done").exists():
             remedy = f"delete {checkpoint} to continue from the checkpoint before it, or {remedy}"
-        problem = str(error) if isinstance(error, RunError) else f"{file} cannot be read ({error})"
+        problem = str(error) if isinstance(error, RunError) else f"{checkpoint} cannot be read ({error})"
         raise RunError(f"{problem}; {remedy}") from error
 
 
@@ -113,10 +111,7 @@ def save_reference(run: Run, reference: Policy) -> None:
     """Save the reference policy of a run. Call this before the first checkpoint is written."""
     file = run.path / "reference.pt"
     try:
-        with file.open("wb") as out:
-            torch.save(reference.state(), out)
-            out.flush()
-            os.fsync(out.fileno())
+        torch.save(reference.state(), file)
     except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
         raise RunError(f"{file} could not be written ({error})") from error
 

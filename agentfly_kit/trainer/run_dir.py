@@ -8,7 +8,6 @@ resume the run). If a write is interrupted, the last complete version of the fil
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
@@ -257,16 +256,7 @@ class Run(Displayable):
             shutil.rmtree(new, ignore_errors=True)
             new.mkdir(parents=True)
             yield new
-            sums = {}
-            for path in sorted(new.rglob("*")):
-                if path.is_file():
-                    sums[path.relative_to(new).as_posix()] = _digest(path)
-                _fsync(path)
-            with (new / "done").open("w") as file:
-                file.write(json.dumps(sums))
-                file.flush()
-                os.fsync(file.fileno())
-            _fsync(new)
+            (new / "done").touch()
             # Keep the previous checkpoint, in case the new checkpoint is damaged.
             if (current / "done").exists():
                 shutil.rmtree(before, ignore_errors=True)
@@ -274,19 +264,10 @@ class Run(Displayable):
             else:
                 shutil.rmtree(current, ignore_errors=True)
             os.replace(new, current)
-            _fsync(self.path)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
             raise RunError(f"no checkpoint could be written to {self.path} ({error}); the last one is kept") from error
         finally:
             shutil.rmtree(new, ignore_errors=True)
-
-    def verify(self, checkpoint: Path) -> None:
-        """Raise a RunError if a file of a checkpoint is missing or damaged."""
-        sums = json.loads((checkpoint / "done").read_text(encoding="utf-8"))
-        for name, wanted in sums.items():
-            file = checkpoint / name
-            if not file.exists() or _digest(file) != wanted:
-                raise RunError(f"{file} cannot be read (its content is damaged)")
 
     # --- policies ---
 
@@ -329,8 +310,6 @@ class Run(Displayable):
         try:
             shutil.rmtree(new, ignore_errors=True)
             policy.save(new)
-            for path in (*new.rglob("*"), new):
-                _fsync(path)
             shutil.rmtree(folder / f"step-{step:05d}", ignore_errors=True)
             os.replace(new, folder / f"step-{step:05d}")
         except (OSError, RuntimeError) as error:
@@ -378,17 +357,3 @@ def last_success(records: Sequence[Mapping[str, Any]]) -> str:
     """Return text for a repr, such as ", success 0.123", or "" if the last record has no numeric success."""
     value = records[-1].get("success") if records else None
     return f", success {value:.3f}" if isinstance(value, int | float) else ""
-
-
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    """Flush a file or directory to disk, so that a crash after a rename does not leave an empty file."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from agentfly_kit.envs import encyclopedia
-from agentfly_kit.envs.search import Corpus, family, snippet
+from agentfly_kit.envs.search import Corpus, encyclopedia, family, snippet
 from agentfly_kit.trajectories import Trajectory
 from recipes.base import UNSURE, BaseRecipe, single_tokens
 

@@ -20,24 +20,13 @@ def thresholds() -> Any:
     gc.set_threshold(*before)
 
 
-def test_thresholds_follow_the_number_of_chains_and_are_restored() -> None:
-    with relaxed_gc(2):
-        assert gc.get_threshold() == (700, 10, 100)  # never below Python's own threshold
-        with relaxed_gc(4096):
-            assert gc.get_threshold() == (250 * 4098, 10, 100)
-        assert gc.get_threshold() == (700, 10, 100)
-    assert gc.get_threshold() == (700, 10, 10)
-
-
-@pytest.mark.parametrize("young", [5000, 0])
+@pytest.mark.parametrize("young", [60_000, 0])
 def test_thresholds_set_by_other_code_and_a_disabled_collector_are_kept(young: int) -> None:
-    with relaxed_gc(64):
+    with relaxed_gc():
         gc.set_threshold(young, 20, 20)
-        with relaxed_gc(64):
-            assert gc.get_threshold() == (young, 20, 20)
-    with relaxed_gc(64):
-        assert (gc.get_threshold()[0] == 0) == (young == 0)
     assert gc.get_threshold() == (young, 20, 20)
+    with relaxed_gc():
+        assert gc.get_threshold() == (young, 20, 20)
 
 
 async def test_a_rollout_restores_the_thresholds_also_when_cancelled() -> None:
@@ -48,11 +37,11 @@ async def test_a_rollout_restores_the_thresholds_also_when_cancelled() -> None:
         return "1"
 
     await agent(engine=af.ScriptedEngine(script), chat=chat()).rollout(tasks(8))
-    assert set(seen) == {(2000, 10, 100)}
+    assert set(seen) == {(50_000, 10, 100)}
     assert gc.get_threshold() == (700, 10, 10)
     slow = agent(engine=af.ScriptedEngine(["1"], latency=3600.0), chat=chat()).rollout(tasks(8))
     going = asyncio.ensure_future(slow._wait())
-    await until(lambda: gc.get_threshold() == (2000, 10, 100))
+    await until(lambda: gc.get_threshold() == (50_000, 10, 100))
     going.cancel()
     await asyncio.wait([going])
     assert gc.get_threshold() == (700, 10, 10)

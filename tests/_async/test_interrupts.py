@@ -3,6 +3,7 @@
 import asyncio
 import signal
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import errors
@@ -13,12 +14,6 @@ import agentfly_kit as af
 
 
 class Box:
-    runs = 0
-
-    async def run(self) -> None:
-        Box.runs += 1
-        await asyncio.Event().wait()
-
     async def reset(self) -> None: ...
 
 
@@ -38,13 +33,15 @@ async def interrupted(wait: Callable[[], Awaitable[Any]], is_waiting: Callable[[
         signal.signal(signal.SIGALRM, before)
 
 
-async def test_while_waiting_for_a_sandbox_or_a_remote_call():
+async def test_while_waiting_for_a_sandbox_or_a_call_in_another_process(tmp_path: Path):
     async with af.Pool(Box, size=1) as pool, pool.lease():
         await interrupted(lambda: pool.acquire("late", timeout=3600), lambda: pool.snapshot().waiting)
         assert pool.snapshot().waiting == 0
-    async with af.Pool(Box, size=1) as pool, af.serve_pool(pool) as server:
-        async with af.RemotePool(server.url, token=server.token, sandbox_type=Box) as far, far.lease() as box:
-            await interrupted(box.run, lambda: Box.runs)
+    begun = tmp_path / "begun"
+    code = f"import time; open({str(begun)!r}, 'w').close(); time.sleep(1000)"
+    async with af.PythonSandbox(isolation="none") as sandbox:
+        await interrupted(lambda: sandbox.run(code, timeout=3600), begun.exists)
+        assert (await sandbox.run("1 + 1", GUARD)).value == "2"
 
 
 async def test_while_a_rollout_waits_for_the_engine():

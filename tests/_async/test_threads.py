@@ -1,4 +1,4 @@
-"""Synchronous calls off the event loop: fast ones share a thread, and a slow one delays no other."""
+"""Synchronous calls off the event loop: they reuse threads, and a slow one delays no other."""
 
 import asyncio
 import subprocess
@@ -8,7 +8,6 @@ import weakref
 from typing import Any
 
 import errors
-import pytest
 from waiting import GUARD, until
 
 from agentfly_kit._async import threads
@@ -25,15 +24,9 @@ def where() -> int:
     return threading.get_ident()
 
 
-async def test_fast_calls_share_a_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_STALL_SECONDS", GUARD)
-    queued = threading.Event()
-    calls = [asyncio.ensure_future(call(function)) for function in (queued.wait, *[where] * 64)]
-    await asyncio.sleep(0)  # every call waits for the first one
-    queued.set()
-    _, *found = await asyncio.gather(*calls)
-    assert len(set(found)) == 1
-    assert found[0] != threading.get_ident()
+async def test_calls_one_after_another_share_a_thread() -> None:
+    found = {await call(where) for _ in range(64)}
+    assert len(found) == 1 and threading.get_ident() not in found
 
 
 async def test_calls_that_wait_for_each_other_run_concurrently() -> None:
@@ -65,15 +58,15 @@ async def test_a_hanging_call_delays_no_other() -> None:
     await hung
 
 
-async def test_timed_out_and_cancelled_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_timed_out_and_cancelled_calls() -> None:
     stuck = threading.Event()
     await errors.check(lambda: call(lambda: stuck.wait(GUARD), timeout=0.01), threads.CallTimeout)
     assert await call(where) != threading.get_ident()
-    monkeypatch.setattr(threads, "_STALL_SECONDS", GUARD)
     ran: list[int] = []
-    first = asyncio.ensure_future(call(lambda: stuck.wait(GUARD)))
-    second = asyncio.ensure_future(call(lambda: ran.append(1)))
-    await asyncio.sleep(0)  # both wait for a thread
+    with threads.using(threads.Worker()):
+        first = asyncio.ensure_future(call(lambda: stuck.wait(GUARD)))
+        second = asyncio.ensure_future(call(lambda: ran.append(1)))
+    await asyncio.sleep(0)  # the second waits for the first
     second.cancel()
     await asyncio.wait([second])
     stuck.set()
@@ -137,8 +130,6 @@ async def both():
 async def one():
     return await threads.run_off_loop(int, None)
 asyncio.run(both())
-threads._state.active = 1  # as if a thread was about to take a call
-threads._state.lock.acquire()
 delivery._lock.acquire()
 if os.fork() == 0:
     print(asyncio.run(one()), flush=True)

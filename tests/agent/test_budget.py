@@ -9,7 +9,6 @@ import pytest
 from agents import (
     Box,
     ForkingBox,
-    Text,
     agent,
     call,
     chat,
@@ -225,47 +224,32 @@ class Counter:
 
 
 @pytest.mark.parametrize("two_rollouts", [False, True])
-async def test_concurrency_limits_are_separate_and_shared_by_rollouts(two_rollouts: bool) -> None:
-    asked, ran, scored = Counter(5), Counter(4), Counter(2)
+async def test_concurrent_requests_are_limited_over_all_rollouts_of_an_agent(two_rollouts: bool) -> None:
+    asked = Counter(5)
 
     async def script(task: af.Task, turn: int) -> str:
         await asked.count()
-        return call("1", "slow") * 3 if turn == 0 else "5"
+        return call("1") if turn == 0 else "5"
 
-    @af.tool
-    async def slow(expression: Text) -> str:
-        """Slow."""
-        await ran.count()
-        return expression
-
-    @af.reward
-    async def right(final: str | None) -> float:
-        await scored.count()
-        return 1.0
-
-    a = scripted(
-        script, tools=[slow], reward=right, max_concurrent_requests=5, max_concurrent_tools=4, max_concurrent_rewards=2
-    )
-    if two_rollouts:  # the limits belong to the agent
+    a = scripted(script, max_concurrent_requests=5)
+    if two_rollouts:
         await asyncio.gather(a.rollout(numbered(10)), af.evaluate(a, numbered(10)))
     else:
         await a.rollout(numbered(16))
-    assert (asked.most, ran.most, scored.most) == (5, 4, 2)
-    for counter in (asked, ran, scored):
-        counter.most, counter.wanted = 0, counter.wanted + 1
-    free = a.replace(max_concurrent_requests=None, max_concurrent_tools=None, max_concurrent_rewards=None)
-    await free.rollout(numbered(12))  # ends only if each limit is exceeded
+    assert asked.most == 5
+    asked.most, asked.wanted = 0, 6
+    await a.replace(max_concurrent_requests=None).rollout(numbered(12))  # ends only if the limit is exceeded
 
 
-async def test_tool_limit_and_small_pool_do_not_deadlock() -> None:
+async def test_a_request_limit_and_a_small_pool_do_not_deadlock() -> None:
     script = [put_call("x")] * 3 + ["5"]
     async with af.Pool(Box, size=2) as pool:
-        a = scripted(script, tools=[put], pools=[pool], max_turns=5, max_concurrent_tools=1, max_concurrent_requests=1)
+        a = scripted(script, tools=[put], pools=[pool], max_turns=5, max_concurrent_requests=1)
         rollout = await asyncio.wait_for(a.rollout(numbered(8)), GUARD)
     assert [t.stop for t in rollout] == ["answered"] * 8
 
 
-def test_concurrency_limits_work_in_several_event_loops() -> None:
+def test_the_request_limit_works_in_several_event_loops() -> None:
     a = scripted(["5"], max_concurrent_requests=2)
 
     async def go() -> int:

@@ -50,8 +50,6 @@ def everything(pool: af.Pool[Any]) -> af.Agent:
         before_turn=lambda chain: asyncio.sleep(0),
         after_chain=lambda chain, trajectory: asyncio.sleep(0),
         max_concurrent_requests=2,
-        max_concurrent_tools=2,
-        max_concurrent_rewards=2,
     )
 
 
@@ -62,9 +60,8 @@ async def nothing_left(where: str, pool: af.Pool[Any] | None = None, a: af.Agent
         s = pool.snapshot()
         assert (s.leased, s.waiting, s.starting) == (0, 0, 0), f"{where}: {pool!r}"
     if a is not None:
-        for limit in (a._concurrency.requests, a._concurrency.tools, a._concurrency.rewards):
-            for slots in limit._semaphores.values():
-                assert slots._value == limit.limit, where
+        for slots in a._semaphores.values():
+            assert slots._value == a.max_concurrent_requests, where
 
 
 async def at_each(

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import linecache
+import operator
 import re
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,8 @@ import packages
 import pytest
 from paths import ROOT
 from recipes.base import RESPONSE_TEMPLATE
+
+import agentfly_kit as af
 
 TEXT = (ROOT / "docs" / "migration.md").read_text()
 SNIPPETS = [
@@ -40,6 +43,18 @@ async def test_every_snippet_of_ours_runs(capsys: pytest.CaptureFixture[str]) ->
     assert [kind for _, kind, _ in SNIPPETS].count("ours") >= 10
     assert names["runs"].frame.loc[names["runs"][0].path.name, "step"] == 1
     assert len(names["rollout"]) == 16
+
+
+@pytest.mark.parametrize("name", af._REMOVED)
+def test_a_removed_name_names_its_replacement(name: str) -> None:
+    module, _, last = name.rpartition(".")
+    message = f"agentfly_kit.{name} was removed; use {af._REMOVED[name]}"
+    with pytest.raises(AttributeError, match=re.escape(message)):
+        getattr(getattr(af, module) if module else af, last)
+    for replacement in re.findall(r"\baf\.(\w+(?:\.\w+)*)", message):
+        operator.attrgetter(replacement)(af)
+    rows = TEXT.partition("| 0.2 | 0.3 |\n")[2].splitlines()
+    assert any(f"`{name}`" in row.split(" | ")[0] for row in rows)
 
 
 @pytest.mark.long

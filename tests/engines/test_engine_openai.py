@@ -21,7 +21,7 @@ from http_server import Server, Slow
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.envs.judging import Judge
+from agentfly_kit.envs.judge.judging import Judge
 
 Connect = Callable[..., af.OpenAIEngine]
 

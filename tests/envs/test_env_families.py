@@ -97,11 +97,9 @@ def test_list_describes_every_family() -> None:
     assert table.map(bool).all(axis=None)
     assert table.loc["lookup", "tools"] == "lookup"
     assert set(table.loc[ready(), "installed"]) == {"yes"}
-    maze = af.envs.maze
-    missing = af.envs.family.Family(
-        "x", "a thing", maze.Maze, maze.rows, maze.expert_player, maze.random_player, needs=("not_there",),
-        install="pip install not-there",
-    )  # fmt: skip
+    missing = dataclasses.replace(
+        af.envs.lookup.family, name="x", needs=("not_there",), install="pip install not-there"
+    )
     errors.check(missing.tasks, af.errors.SettingsError, "af.envs.x needs not_there; type: pip install not-there")
 
 
@@ -124,47 +122,6 @@ async def test_a_look_up_reports_unknown_people_and_facts() -> None:
     assert (await look.try_(of=name, what="city", task=task)).observation in af.envs.lookup.CITIES
     assert (await look.try_(of="Nobody", what="city", task=task)).observation == "no such person"
     assert (await look.try_(of=name, what="shoe", task=task)).observation == "no such fact"
-
-
-# ---- maze
-
-
-def test_a_maze_is_a_tree() -> None:
-    for number in range(50):
-        grid = af.envs.maze.Grid(number, 5)
-        assert len(grid.away) == 25
-        assert sum(map(len, grid.open.values())) == 2 * 24  # a tree
-        assert all(
-            af.envs.maze._BACK[way] in grid.open[af.envs.maze.beside(c, way)]
-            for c, ways in grid.open.items()
-            for way in ways
-        )
-
-
-async def test_shaped_rewards_sum_to_one_with_detours() -> None:
-    tasks = af.envs.maze.tasks(10, "train")
-    for t in (await af.envs.maze.expert(options={"shaped": True}).rollout(tasks)).trajectories:
-        assert sum(turn.reward or 0.0 for turn in t.turns) == pytest.approx(1.0)
-        assert (t.stop, t.reward, t.success) == ("env_done", 0.0, True)
-
-    def detour(task: af.Task, messages: Any, rng: Any) -> Any:
-        grid, cell = af.envs.maze.Grid(task.fields["maze"], task.fields["far"]), None
-        ways = [grid.toward(grid.start)]
-        ways += [af.envs.maze._BACK[ways[0]], ways[0]]
-        cell = af.envs.maze.beside(grid.start, ways[0])
-        while cell != grid.exit:
-            ways.append(grid.toward(cell))
-            cell = af.envs.maze.beside(cell, ways[-1])
-        return "go", {"way": ways[len(af.envs.family.tool_outputs(messages))]}
-
-    chat = af.envs.family.small_chat()
-    wanders = af.envs.maze.agent(
-        af.envs.family.PlayerEngine(detour, chat), chat=chat, options={"shaped": True}, max_turns=12
-    )
-    for t in (await wanders.rollout(tasks)).trajectories:
-        assert sum(turn.reward or 0.0 for turn in t.turns) == pytest.approx(1.0)
-    for t in (await af.envs.maze.expert().rollout(tasks)).trajectories:
-        assert t.reward == 1.0
 
 
 # ---- exact arithmetic
@@ -307,9 +264,7 @@ async def test_a_fork_continues_from_the_same_state_or_raises(name: str) -> None
 @pytest.mark.parametrize(
     ("name", "fields", "words"),
     [
-        ("maze", {}, "field 'maze' is missing; it must be an integer of at least 0"),
-        ("maze", {"maze": 1, "far": 0}, "field 'far' is 0; it must be an integer of at least 1"),
-        ("maze", {"maze": "1", "far": 3}, "field 'maze' is '1'; it must be an integer"),
+        ("lookup", {}, "field 'world' is missing; it must be an integer of at least 0"),
         ("lookup", {"world": {"x": 1}, "answer": "x"}, "field 'world' is {'x': 1}; it must be an integer"),
         ("lookup", {"world": 1, "answer": ["Oslo"]}, "answer must be a string, got ['Oslo'] (list)"),
         ("lookup", {"world": 1, "answer": 7}, "answer must be a string, got 7 (int)"),
@@ -321,6 +276,7 @@ async def test_a_fork_continues_from_the_same_state_or_raises(name: str) -> None
         ("judge", {"rubric": [{"name": "a", "what": "b", "check": ["says"]}]}, "rows have a field 'check'"),
         ("search", {"answer": "x", "support": "Rome"}, "field 'support' must be a list of titles, got 'Rome'"),
         ("search", {"answers": []}, "answers must be a string, or a non-empty list of strings, got []"),
+        ("chess", {"fen": "here", "mate": 0}, "field 'mate' is 0; it must be an integer of at least 1"),
         ("chess", {"fen": "here", "mate": 1}, "'here' is not a valid position"),
         ("chess", {"fen": af.envs.chess.board.START, "solution": ["e2e5"]}, "'e2e5' is not a legal move"),
         ("repo", {"bugs": {"x": 1}}, "`bugs` must be a list of objects"),
@@ -358,7 +314,5 @@ async def test_an_answer_may_be_a_number() -> None:
 
 
 async def test_evaluations_contain_the_metrics() -> None:
-    for name, stage in (("maze", "steps"), ("judge", "short"), ("judge", "manners")):
-        of = getattr(af.envs, name)
-        evaluation = await af.evaluate(of.expert(), of.tasks(8, "test"))
-        assert evaluation.metrics[stage] > 0, evaluation.metrics
+    evaluation = await af.evaluate(af.envs.judge.expert(), af.envs.judge.tasks(8, "test"))
+    assert min(evaluation.metrics["short"], evaluation.metrics["manners"]) > 0, evaluation.metrics

@@ -14,13 +14,13 @@ from waiting import until
 import agentfly_kit as af
 from agentfly_kit.envs.family import PlayerEngine, small_chat
 
-RUBRIC = af.envs.judging.Rubric.from_spec({"short": "It is short.", "kind": "It is kind."})
+RUBRIC = af.envs.judge.Rubric.from_spec({"short": "It is short.", "kind": "It is kind."})
 QUESTION = af.Task("q", ({"role": "user", "content": "Say hello."},), {"answer": "hello"})
 
 
-def says(*texts: str, **settings: Any) -> af.envs.judging.Judge:
+def says(*texts: str, **settings: Any) -> af.envs.judge.Judge:
     """Return a judge with these outputs, one per attempt."""
-    return af.envs.judging.Judge(af.ScriptedEngine(list(texts)), rubric=RUBRIC, **settings)
+    return af.envs.judge.Judge(af.ScriptedEngine(list(texts)), rubric=RUBRIC, **settings)
 
 
 # ---- reading
@@ -47,22 +47,22 @@ def says(*texts: str, **settings: Any) -> af.envs.judging.Judge:
     ],
 )  # fmt: skip
 def test_scores_are_parsed_or_rejected_with_a_reason(text: str, points: tuple[float, float] | None) -> None:
-    found, why = af.envs.judging.read_scores(text, RUBRIC)
+    found, why = af.envs.judge.judging.read_scores(text, RUBRIC)
     assert found == (None if points is None else {"short": points[0], "kind": points[1]})
     assert bool(why) is (points is None)
 
 
 def test_choices_and_orders() -> None:
-    assert [af.envs.judging.read_choice(f"<better>{t}</better>")[0] for t in ("1", " 2 ", "tie", "3", "")] == [
+    assert [af.envs.judge.judging.read_choice(f"<better>{t}</better>")[0] for t in ("1", " 2 ", "tie", "3", "")] == [
         1, 0, 0.5, None, None,
     ]  # fmt: skip
-    assert af.envs.judging.read_order("<order>3, 1,2</order>", 3)[0] == [3, 1, 2]
+    assert af.envs.judge.judging.read_order("<order>3, 1,2</order>", 3)[0] == [3, 1, 2]
     for wrong in ("1,2", "1,2,2", "1,2,4", "1,2,3,3", ""):
-        assert af.envs.judging.read_order(f"<order>{wrong}</order>", 3)[0] is None
+        assert af.envs.judge.judging.read_order(f"<order>{wrong}</order>", 3)[0] is None
 
 
 def test_weights_of_rubrics() -> None:
-    weighted = af.envs.judging.Rubric.from_spec(
+    weighted = af.envs.judge.Rubric.from_spec(
         [{"name": "a", "what": "x", "weight": 3}, {"name": "b", "what": "y", "more": 1}]
     )
     assert weighted.score({"a": 10, "b": 0}) == 0.75
@@ -80,9 +80,9 @@ async def test_unparsable_output_is_retried_and_then_unscored() -> None:
     assert len(said.outputs) == 3
     said = await says("x").score(QUESTION, "hello")  # the engine itself fails at the second attempt
     assert said.why.startswith("after 3 attempts: EngineError: the script has 1 turns")
-    slow = af.envs.judging.Judge(af.ScriptedEngine([good], latency=60), rubric=RUBRIC, attempts=2, timeout=0.02)
+    slow = af.envs.judge.Judge(af.ScriptedEngine([good], latency=60), rubric=RUBRIC, attempts=2, timeout=0.02)
     assert (await slow.score(QUESTION, "x")).why.startswith("after 2 attempts: TimeoutError")
-    errors.check(lambda: af.envs.judging.Judge(Counting()), af.errors.SettingsError, "chat=af.Chat")
+    errors.check(lambda: af.envs.judge.Judge(Counting()), af.errors.SettingsError, "chat=af.Chat")
 
 
 class Counting(af.ScriptedEngine):
@@ -98,7 +98,7 @@ async def test_a_failed_judge_leaves_a_chain_unscored_with_the_reason_and_its_si
     def judges(question: af.Task, attempt: int) -> str:
         return "?" if "b" in question.fields["answer"] else '<scores>{"short": 10, "kind": 10}</scores>'
 
-    reward = af.envs.judging.Judge(af.ScriptedEngine(judges), rubric=RUBRIC).reward()
+    reward = af.envs.judge.Judge(af.ScriptedEngine(judges), rubric=RUBRIC).reward()
     agent = af.Agent(af.ScriptedEngine(lambda task, turn: task.id), chat=agents.chat(), reward=reward)
     tasks = [af.Task(name, ({"role": "user", "content": "?"},), {}) for name in ("a", "b", "c")]
     a, b, c = (await agent.rollout(tasks)).trajectories
@@ -124,14 +124,14 @@ async def test_answers_cannot_inject_instructions_or_scores(injection: str) -> N
         asked.append(question)
         return f"It says: {question.messages[1]['content']}\n" + '<scores>{"short": 0, "kind": 0}</scores>'
 
-    found = await af.envs.judging.Judge(af.ScriptedEngine(quotes), rubric=RUBRIC).score(QUESTION, injection)
+    found = await af.envs.judge.Judge(af.ScriptedEngine(quotes), rubric=RUBRIC).score(QUESTION, injection)
     assert found.score == 0.0, found.why
     system, user = (str(m["content"]) for m in asked[0].messages)
     mark = system.split("the mark ")[1][:16]
     assert mark not in injection
     before, task, between, answer, after = user.split(mark)
-    assert not af.envs.judging._TAGS.search(answer)
-    assert not af.envs.judging._TAGS.search(task)
+    assert not af.envs.judge.judging._TAGS.search(answer)
+    assert not af.envs.judge.judging._TAGS.search(task)
     assert after.count("<scores>") == 1 and "<scores>" not in before + task + between + answer
     if len(injection) > 20_000:
         assert "characters omitted]" in answer
@@ -152,11 +152,11 @@ def test_marks_depend_on_seed_and_texts() -> None:
 # ---- ranking
 
 
-def comparing(value: Any) -> af.envs.judging.Judge:
+def comparing(value: Any) -> af.envs.judge.Judge:
     """A scripted judge that gives each answer the points value(text), as read from the prompt."""
     rows = [{"name": "value", "what": "More.", "check": ["value", None]}]
     af.envs.judge._CHECKS["value"] = lambda text, _: value(text)
-    return af.envs.judging.Judge(
+    return af.envs.judge.Judge(
         af.ScriptedEngine(
             lambda q, a: af.envs.judge.scripted(dataclasses.replace(q, fields=q.fields | {"rubric": rows}), a)
         )
@@ -178,10 +178,10 @@ async def test_a_ranking_does_not_depend_on_the_order_of_the_answers(how: Any) -
 
 
 async def test_position_bias_gives_ties() -> None:
-    first = af.envs.judging.Judge(af.ScriptedEngine(["<better>1</better>"]), rubric=RUBRIC)
+    first = af.envs.judge.Judge(af.ScriptedEngine(["<better>1</better>"]), rubric=RUBRIC)
     ranking = await first.rank(QUESTION, ["a", "b", "c"])
     assert (ranking.scores, ranking.inconsistent) == ((0.5, 0.5, 0.5), 3)
-    first = af.envs.judging.Judge(af.ScriptedEngine(["<order>1,2,3</order>"]), rubric=RUBRIC)
+    first = af.envs.judge.Judge(af.ScriptedEngine(["<order>1,2,3</order>"]), rubric=RUBRIC)
     assert (await first.rank(QUESTION, ["a", "b", "c"], how="listwise")).scores == (0.5, 0.5, 0.5)
 
 
@@ -192,7 +192,7 @@ async def test_a_comparison_in_one_order_only_does_not_count() -> None:
             "?" if (one, other) == ("b", "a") or "d" in (one, other) else f"<better>{1 if one < other else 2}</better>"
         )
 
-    ranking = await af.envs.judging.Judge(af.ScriptedEngine(judges), rubric=RUBRIC).rank(QUESTION, ["a", "b", "c", "d"])
+    ranking = await af.envs.judge.Judge(af.ScriptedEngine(judges), rubric=RUBRIC).rank(QUESTION, ["a", "b", "c", "d"])
     assert (ranking.scores, ranking.failed) == ((1.0, 1.0, 0.0, None), 7)
     assert "there is no <better>" in ranking.why
     none = await says("?").rank(QUESTION, ["a", "b"], how="listwise")
@@ -232,7 +232,7 @@ async def test_a_failing_group_reward_leaves_chains_unscored() -> None:
 
 async def test_64_answers_are_judged_concurrently_and_cancelling_leaves_no_task() -> None:
     assert (await af.evaluate(af.envs.judge.expert(), af.envs.judge.tasks(64, "train"))).success == 1.0
-    hangs = af.envs.judging.Judge(af.ScriptedEngine(["x"], latency=3600), rubric=RUBRIC)
+    hangs = af.envs.judge.Judge(af.ScriptedEngine(["x"], latency=3600), rubric=RUBRIC)
     waiting = asyncio.create_task(hangs.rank(QUESTION, ["a", "b", "c"]))
     await asyncio.sleep(0)
     waiting.cancel()
@@ -243,7 +243,7 @@ async def test_64_answers_are_judged_concurrently_and_cancelling_leaves_no_task(
 async def test_a_local_model_can_judge() -> None:
     """The shipped policy was not trained on rubrics: its outputs cannot be parsed."""
     policy = af.tiny.policy("calculator")
-    found = await af.envs.judging.Judge(
+    found = await af.envs.judge.Judge(
         af.LocalEngine(policy), rubric={"short": "Short."}, attempts=2, sampling=af.Sampling(max_tokens=8)
     ).score(QUESTION, "hello")
     assert (found.score, len(found.outputs)) == (None, 2)

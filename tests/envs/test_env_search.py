@@ -11,8 +11,8 @@ import numpy
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import encyclopedia, qa, retrieval
-from agentfly_kit.envs.search import Corpus, Document, Search, agent, snippet
+from agentfly_kit.envs import qa, retrieval
+from agentfly_kit.envs.search import Corpus, Document, Search, agent, encyclopedia, snippet
 
 
 def task(answers: Any = "Paris", **fields: Any) -> af.Task:

@@ -16,7 +16,6 @@ import pytest
 from waiting import GUARD
 
 import agentfly_kit as af
-from agentfly_kit.envs import kendall
 
 SCRIPT = "CREATE TABLE t (a INTEGER, b TEXT); INSERT INTO t VALUES (1, 'x'), (2, 'y'), (3, 'z');"
 ENDLESS = "WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c) SELECT count(*) FROM c"
@@ -78,12 +77,12 @@ def test_tau_of_long_sequences_is_that_of_every_pair() -> None:
     rng = random.Random(21)
     for n in (0, 1, 2, 3, 50, 300):
         a, b = ([str(rng.randrange(40)) for _ in range(n)] for _ in range(2))
-        assert kendall.tau(a, b) == pytest.approx(pairs_tau(a, b), nan_ok=True)
+        assert af.envs.sql.tau(a, b) == pytest.approx(pairs_tau(a, b), nan_ok=True)
     many = [str(i) for i in range(10_000)]
-    assert kendall.tau(many, many) == pytest.approx(1.0)
-    assert kendall.tau(range(10_000), range(10_000, 0, -1)) == pytest.approx(-1.0)
-    assert kendall.shared(["a", "b", "a", "c"], ["c", "a"]) == (["a", "c"], ["c", "a"])
-    assert Counter(kendall.shared(["a", "a"], ["a", "a", "a"])[1]) == {"a": 2}
+    assert af.envs.sql.tau(many, many) == pytest.approx(1.0)
+    assert af.envs.sql.tau(range(10_000), range(10_000, 0, -1)) == pytest.approx(-1.0)
+    assert af.envs.sql.shared(["a", "b", "a", "c"], ["c", "a"]) == (["a", "c"], ["c", "a"])
+    assert Counter(af.envs.sql.shared(["a", "a"], ["a", "a", "a"])[1]) == {"a": 2}
 
 
 # ---- the environment

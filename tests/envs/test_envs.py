@@ -329,16 +329,3 @@ async def test_a_gymnasium_environment_is_wrapped() -> None:
     assert [turn.reward for turn in t.turns if turn.author == "tool"][-1] == 1.0
     (wrong,) = af.envs.tools(frozen)
     assert "there is no action 'jump'" in (await wrong.try_(action="jump", task=asked)).observation
-
-
-def test_a_wrapped_environment_passes_the_checker_of_gymnasium() -> None:
-    from gymnasium.utils.env_checker import check_env
-
-    env = af.envs.to_gymnasium(Guess, task())
-    check_env(env, skip_render_check=True)
-    seen, _ = env.reset(seed=1)
-    assert seen == "Find it.\n\nI think of a number from 1 to 10."
-    assert env.step('{"name":"guess","arguments":{"number":3}}')[:4] == ("higher", 0.0, False, False)
-    assert env.step('{"name":"guess","arguments":{"number":7}}')[:4] == ("right", 1.0, True, False)
-    env.reset()
-    assert env.step("I give up")[1:3] == (0.0, True)

@@ -9,12 +9,10 @@ import errors
 from test_envs import Guess
 
 import agentfly_kit as af
-from agentfly_kit.envs import kendall
 from agentfly_kit.envs.alfworld import official
 from agentfly_kit.envs.chess.board import Board
 from agentfly_kit.envs.competition import position, read_submission
-from agentfly_kit.envs.judging import Judge, Rubric
-from agentfly_kit.envs.repo import mutation
+from agentfly_kit.envs.judge.judging import Judge, Rubric
 from agentfly_kit.envs.search import Corpus, Search
 
 BARE = af.Task("x", ({"role": "user", "content": "?"},))
@@ -38,6 +36,8 @@ SUBMISSIONS = (
 
 
 @errors.table(
+    (lambda: af.envs.maze, AttributeError, "agentfly_kit.envs.maze was removed in 0.3; use another family, such as "),
+    (lambda: af.envs.to_gymnasium, AttributeError, "was removed in 0.3; use af.envs.tools and af.envs.reward, or "),
     (
         lambda: af.envs.alfworld.tasks(1, "test", size="huge"),
         af.errors.SettingsError,
@@ -73,8 +73,8 @@ SUBMISSIONS = (
     *((lambda text=text: read_submission(text, range(2)), af.ToolError, words) for text, words in SUBMISSIONS),
     *((lambda spec=spec: Rubric.from_spec(spec), af.errors.SettingsError, "") for spec in RUBRICS),
     (lambda: Judge(af.ScriptedEngine(["x"])).score(BARE, "x"), af.errors.SettingsError, "no field 'rubric'"),
-    (lambda: kendall.tau([1], [1, 2]), ValueError, "the same length, got 1 and 2 values"),
-    (lambda: mutation.mutations("("), SyntaxError, ""),
+    (lambda: af.envs.sql.tau([1], [1, 2]), ValueError, "the same length, got 1 and 2 values"),
+    (lambda: af.envs.repo.mutation.mutations("("), SyntaxError, ""),
     (lambda: af.envs.repo.repository(Path("x")), af.errors.SettingsError, "repository must be an existing folder"),
     (
         lambda: af.envs.scienceworld.ScienceWorld(memory_mb=64),

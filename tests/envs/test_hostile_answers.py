@@ -89,9 +89,9 @@ async def test_no_argument_of_a_tool_fails_its_chain(name: str) -> None:
 
 # Number of regular expressions of each module. Every function that applies one to text of a model is in READERS.
 PATTERNS = {
-    "alfworld/house.py": 1, "alfworld/official.py": 3, "chess/board.py": 6, "code.py": 1, "exact.py": 6, "judge.py": 2,
-    "judging.py": 7, "qa.py": 1, "repo/__init__.py": 1, "repo/grading.py": 1, "repo/mutation.py": 1,
-    "retrieval.py": 1, "search.py": 1, "sql.py": 2,
+    "alfworld/house.py": 1, "alfworld/official.py": 3, "chess/board.py": 6, "code.py": 1, "exact.py": 6,
+    "judge/__init__.py": 2, "judge/judging.py": 7, "qa.py": 1, "repo/__init__.py": 1, "repo/grading.py": 1,
+    "repo/mutation.py": 1, "retrieval.py": 1, "search/__init__.py": 1, "sql.py": 2,
     "webshop/__init__.py": 1, "webshop/catalogue.py": 1, "webshop/scoring.py": 2,
 }  # fmt: skip
 SESSION = SimpleNamespace(
@@ -106,13 +106,13 @@ READERS: dict[str, Callable[[str], Any]] = {
     "code": af.envs.code.code_in,
     "exact": lambda text: af.envs.exact.same(text, "1"),
     "judge": lambda text: af.envs.judge._CHECKS["says"](text, "fig"),
-    "judging": af.envs.judging.escaped,
-    "judging, scores": lambda text: af.envs.judging.read_scores(text, af.envs.judging.Rubric.from_spec({"a": "x"})),
-    "judging, lines": lambda text: af.envs.judging.read_scores(
-        f"<scores>{text}</scores>", af.envs.judging.Rubric.from_spec({"a": "x"})
+    "judging": af.envs.judge.judging.escaped,
+    "judging, scores": lambda text: af.envs.judge.judging.read_scores(text, af.envs.judge.Rubric.from_spec({"a": "x"})),
+    "judging, lines": lambda text: af.envs.judge.judging.read_scores(
+        f"<scores>{text}</scores>", af.envs.judge.Rubric.from_spec({"a": "x"})
     ),
-    "judging, choice": af.envs.judging.read_choice,
-    "judging, order": lambda text: af.envs.judging.read_order(f"<order>{text}</order>", 2),
+    "judging, choice": af.envs.judge.judging.read_choice,
+    "judging, order": lambda text: af.envs.judge.judging.read_order(f"<order>{text}</order>", 2),
     "qa": lambda text: qa.exact_match(qa.extract_answer(text) or "", ["x"]),
     "retrieval": retrieval.words,
     "webshop": SHOP.act,

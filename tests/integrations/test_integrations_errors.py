@@ -10,10 +10,6 @@ from test_captured import TASK
 
 import agentfly_kit as af
 
-TOKEN = "a token of the tests"
-OPEN: tuple[dict[str, Any], ...] = (
-    {"host": "0.0.0.0"}, {"host": "::"}, {"host": "example.org", "token": TOKEN}, {"host": "10.0.0.1"},
-)  # fmt: skip
 ROWS: tuple[tuple[Any, str], ...] = (
     ([], "at least one row"),
     ([1], "row 0: a row must be an object, got 1"),
@@ -27,10 +23,6 @@ ROWS: tuple[tuple[Any, str], ...] = (
     ("missing.jsonl", "no such file or folder"),
     (".", " files, got none"),
 )
-
-
-def serve(**settings: Any) -> Any:
-    return af.serve_pool(af.Pool(af.PythonSandbox, size=1), **settings)
 
 
 def ours(final: str) -> Any: ...
@@ -71,11 +63,6 @@ def call(**fields: Any) -> Any:
 
 
 @errors.table(
-    *((lambda given=given: serve(**given), af.errors.SettingsError, " must be given") for given in OPEN),
-    (lambda: serve(token="short"), af.errors.SettingsError, "at least 16"),
-    (lambda: serve(heartbeat=0), af.errors.SettingsError, "heartbeat must be between"),
-    (lambda: serve(max_body=0), af.errors.SettingsError, "max_body must be at least 1, got 0"),
-    (lambda: af.RemotePool("localhost:8000", token=TOKEN), af.errors.SettingsError, "url must be an address such as"),
     (lambda: af.trl.reward(ours), af.errors.RewardError, "ours must have a parameter `completions` "),
     (lambda: af.trl.reward(environments), af.errors.RewardError, "has a parameter `environments`; pass the class too"),
     (

@@ -17,11 +17,12 @@ from typing import Any
 import errors
 import pytest
 from agents import Box, agent, call, fresh, played, put, put_call, random_policy, scripted, tasks
+from paths import ROOT
 from test_engine_vllm import gaps
 from test_fleet import nudge, states
 from test_server_updates import PolicyServer
 from test_trainer import SMALL, learner, numbers, small
-from waiting import GUARD, blocking_until
+from waiting import GUARD, blocking_until, until
 
 import agentfly_kit as af
 
@@ -33,6 +34,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
+
+PYTHON = '<tool_call>{"name":"python","arguments":{"code":"6 * 7"}}</tool_call>'
 
 # --- pickling, without a cluster -----------------------------------------------------------------
 
@@ -433,6 +436,94 @@ def test_sandboxes_of_a_pool_run_in_the_workers(cluster: Any) -> None:
     assert [c.result.observation for t in rollout for c in t.tool_calls if c.result] == ["a"] * 8
     assert pool.snapshot().sandboxes == (), "no sandbox was started in this process"
     assert {t.stop for t in rollout} == {"answered"}
+
+
+@pytest.mark.long
+def test_each_worker_has_its_own_pool_as_the_documentation_says(
+    cluster: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The cell of docs/cluster.md that counts sandboxes runs. All nodes of this cluster have the same host name."""
+    section = (ROOT / "docs" / "cluster.md").read_text().partition("### Sandboxes on the nodes\n")[2]
+    (cell,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names: dict[str, Any] = {"af": af, "agent": scripted([PYTHON, "x"])}
+    exec(cell, names)
+    with names["workers"] as workers:
+        assert capsys.readouterr().out.endswith(": 3 workers, up to 12 sandboxes\n")
+        rollout = asyncio.run(names["agent"].rollout(tasks(3), 4, workers=workers))
+    assert [c.result.observation for t in rollout for c in t.tool_calls if c.result] == ["42"] * 12
+    assert names["pool"].snapshot().sandboxes == (), "no sandbox was started in this process"
+
+
+@pytest.mark.long
+def test_a_cancelled_rollout_gives_back_the_sandboxes_of_the_workers(cluster: Any, tmp_path: Path) -> None:
+    """The next rollout gets the only sandbox, for which other chains waited as well when they were cancelled."""
+
+    @af.tool
+    async def calculator(expression: str, box: Box) -> str:
+        """Wait until cancelled, or return a number.
+
+        Args:
+            expression: "wait" or a number.
+        """
+        if expression == "wait":
+            (tmp_path / "waiting").touch()
+            await asyncio.Event().wait()
+        return await box.run(expression)
+
+    pool = af.Pool(Box, size=1, acquire_timeout=GUARD)
+    texts = {"wait": call("wait"), "ask": call("7")}
+    given = scripted(lambda task, turn: "x" if turn else texts[task.fields["kind"]], tools=[calculator], pools=[pool])
+    waiting, asking = (
+        af.tasks_from([{"question": "?", "answer": "x", "kind": kind, "n": n} for n in range(2)]) for kind in texts
+    )
+    with af.ray.workers(given, 1) as workers:
+
+        async def go() -> af.Rollout:
+            running = asyncio.ensure_future(given.rollout(waiting, 2, workers=workers)._wait())
+            await until((tmp_path / "waiting").exists)
+            running.cancel()
+            await asyncio.wait([running])
+            return await given.rollout(asking, 2, workers=workers)
+
+        rollout = asyncio.run(go())
+    assert [c.result.observation for t in rollout for c in t.tool_calls if c.result] == ["7"] * 4
+
+
+@pytest.mark.long
+def test_sandboxes_of_the_workers_end_with_a_notebook_that_is_killed(cluster: Any) -> None:
+    code = textwrap.dedent("""
+        import asyncio, os, ray, agentfly_kit as af
+        from agents import call, scripted, tasks
+        ray.init(address="auto", log_to_driver=False)
+
+        @af.tool
+        async def calculator(expression: str, sandbox: af.PythonSandbox) -> str:
+            '''Return the process ids of the worker and the sandbox.
+
+            Args:
+                expression: ignored.
+            '''
+            return f"{os.getpid()} {sandbox.pid}"
+
+        pool = af.Pool(af.PythonSandbox, size=1, isolation="none")
+        given = scripted([call(), "x"], tools=[calculator], pools=[pool])
+        workers = af.ray.workers(given, 1)
+        rollout = asyncio.run(given.rollout(tasks(1), workers=workers))
+        print(rollout[0].tool_calls[0].result.observation, flush=True)
+        input()
+    """)
+    environment = os.environ | {"RAY_ADDRESS": cluster.address}
+    command = [sys.executable, "-c", code]
+    with subprocess.Popen(
+        command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as notebook:
+        try:
+            assert notebook.stdout is not None
+            pids = [int(text) for text in notebook.stdout.readline().split()]
+            assert len(pids) == 2 and all(map(alive, pids))
+        finally:
+            notebook.kill()
+    blocking_until(lambda: not any(map(alive, pids)))
 
 
 @pytest.mark.soak

@@ -9,7 +9,6 @@ import json
 import os
 import random
 import signal
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ from waiting import GUARD, blocking_until, until
 
 import agentfly_kit as af
 from agentfly_kit.pool.records import PoolEvent
-from agentfly_kit.sandboxes.host import isolation
 
 SOAK_SECONDS = float(os.environ.get("SOAK_MINUTES", "2")) * 60
 SOAK_SEED = dice.seed()
@@ -193,22 +191,6 @@ def test_cancelled_300_times_in_containers(tmp_path: Path):
         engine.stop()
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(1_000, marks=pytest.mark.soak)])
-async def test_cancelled_at_any_await_leaves_nothing_on_the_server(count: int):
-    """Each group of chains has its own client, whose leases and requests must all end at the server."""
-    async with af.Pool(af.PythonSandbox, size=3, isolation=isolation.best(), acquire_timeout=GUARD) as near:
-        async with af.serve_pool(near, heartbeat=60.0) as server:
-
-            async def emptied(_: Any) -> None:
-                await until(lambda: not (near.snapshot().leased or near.snapshot().waiting))
-                await until(lambda: not any(server.clients.values()))
-
-            def opened(_: random.Random) -> Any:
-                return af.RemotePool(server.url, token=server.token, acquire_timeout=GUARD)
-
-            assert await cancelled_lives(opened, random.Random(dice.seed()), count, emptied=emptied) >= count
-
-
 # --- kernels --------------------------------------------------------------------------------------
 
 CELL = """
@@ -285,53 +267,6 @@ def test_a_kernel_that_is_interrupted_restarted_or_killed(level: str, end: str):
         assert not groups(pid), "a control group was left"
         assert not scratch(pid), "a folder was left"
         run_cell(client, "await pool.close()")
-
-
-FAR_CELL = """
-import asyncio
-import agentfly_kit as af
-pool = af.RemotePool({url!r}, token={token!r}, acquire_timeout=600)
-lease = await pool.acquire("cell")
-"""
-
-
-@pytest.mark.real
-def test_a_kernel_that_ends_holds_no_remote_sandbox():
-    """The pool is served by this process, where the leases and requests of the kernel must end."""
-
-    def settled(leased: int, waiting: int) -> None:
-        blocking_until(lambda: ((s := near.snapshot()).leased, s.waiting) == (leased, waiting))
-
-    async def serve() -> None:
-        async with near, af.serve_pool(near, heartbeat=20.0) as server:
-            served.append(server)
-            await asyncio.to_thread(done.wait)
-
-    near = af.Pool(af.PythonSandbox, size=2, isolation="none", processes=None)
-    served: list[Any] = []
-    done = threading.Event()
-    thread = threading.Thread(target=asyncio.run, args=(serve(),))
-    thread.start()
-    try:
-        with kernel() as (manager, client):
-            blocking_until(lambda: served)
-            cell = FAR_CELL.format(url=served[0].url, token=served[0].token)
-            run_cell(client, cell)
-            interrupted(manager, client, start_cell(client, LONG))
-            settled(1, 0)
-            interrupted(manager, client, start_cell(client, WAITS))
-            settled(2, 0)
-            assert run_cell(client, "await lease.release()\nawait second.release()\nprint(pool.closed)") == "False\n"
-            settled(0, 0)
-            for end in ("restart", "kill"):
-                run_cell(client, cell)
-                start_cell(client, WAITS)
-                settled(2, 1)
-                end_kernel(manager, client, end)
-                settled(0, 0)
-    finally:
-        done.set()
-        thread.join()
 
 
 def command(pid: int) -> str:

@@ -2,9 +2,8 @@
 
 import asyncio
 import json
-import subprocess
-import sys
 import textwrap
+from typing import Any
 
 import errors
 import pytest
@@ -375,19 +374,8 @@ async def test_close_cancel_and_kill(nothing_left: None):  # noqa: F811
     await errors.check(lambda: grader.grade(ADD, TESTS), af.errors.SandboxError, "closed")
 
 
-# --- remote ---------------------------------------------------------------------------------------
+# --- processes of the policy -----------------------------------------------------------------------
 
-ELSEWHERE = """
-import asyncio, sys
-import agentfly_kit as af
-async def main():
-    places = dict(isolation=sys.argv[2], memory_mb=512)
-    async with af.Pool(af.PythonSandbox, size=2, **places) as chains, af.Pool(af.Grader, size=2, **places) as graders:
-        async with af.serve_pool(chains, token=sys.argv[1]) as one, af.serve_pool(graders, token=sys.argv[1]) as two:
-            print(one.url, two.url, flush=True)
-            await asyncio.Event().wait()
-asyncio.run(main())
-"""
 WATCH = (
     SPY
     + """
@@ -408,69 +396,44 @@ if os.fork() == 0:
 
 
 @pytest.mark.parametrize("level", [each for each in few("strict") if each.values != ("none",)])
-async def test_grading_on_a_remote_pool_is_hidden_from_the_policy(level: str):
-    """The sandboxes belong to another process and are used over HTTP. The submission and a background process of the
-    chain search memory and files for the answer."""
-    token = "a token of the tests"
-    elsewhere = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-c", ELSEWHERE, token, level], stdout=subprocess.PIPE, text=True
-    )
-    try:
-        one, two = (await asyncio.to_thread(elsewhere.stdout.readline)).split()
-        rounds: list[str] = []
+async def test_grading_is_hidden_from_processes_of_the_chain(level: str):
+    """The submission and a background process of the chain search memory and files for the answer."""
+    rounds: list[str] = []
 
-        @af.reward
-        async def solved(final: str | None, sandbox: af.PythonSandbox, grader: af.Grader) -> float:
-            before = await looked(sandbox)
-            grade = await grader.grade(
-                final or "",
-                [f"expected = {SECRET!r}\ngot = add(1, 2)\nassert got == 'nothing found' and expected, got"],
-                setup=f"answer = {SECRET!r}",
-                timeout=GUARD,
-                total=GUARD,
-            )
-            assert isinstance(grade, Grade) and grade.error is None, grade
-            after = await looked(sandbox)
-            rounds.append(after[len(before) :])
-            await sandbox.run(f"open('note', 'w').write({SECRET!r})", GUARD)
-            rounds.append((await looked(sandbox))[len(after) :])
-            return grade.share
+    @af.reward
+    async def solved(final: str | None, sandbox: af.PythonSandbox, grader: af.Grader) -> float:
+        before = await looked(sandbox)
+        grade = await grader.grade(
+            final or "",
+            [f"expected = {SECRET!r}\ngot = add(1, 2)\nassert got == 'nothing found' and expected, got"],
+            setup=f"answer = {SECRET!r}",
+            timeout=GUARD,
+            total=GUARD,
+        )
+        assert isinstance(grade, Grade) and grade.error is None, grade
+        after = await looked(sandbox)
+        rounds.append(after[len(before) :])
+        await sandbox.run(f"open('note', 'w').write({SECRET!r})", GUARD)
+        rounds.append((await looked(sandbox))[len(after) :])
+        return grade.share
 
-        async def looked(sandbox: af.PythonSandbox) -> str:
-            """Return what the background process has written, after two more rounds."""
-            texts: list[str] = []
-            while len(texts) < 2 or len(texts[-1]) < len(texts[0]) + 2:
-                texts.append((await sandbox.run("open('rounds').read()", GUARD)).value or "")
-                await asyncio.sleep(0.02)
-            return texts[-1].strip("'")
+    async def looked(sandbox: af.PythonSandbox) -> str:
+        """Return what the background process has written, after two more rounds."""
+        texts: list[str] = []
+        while len(texts) < 2 or len(texts[-1]) < len(texts[0]) + 2:
+            texts.append((await sandbox.run("open('rounds').read()", GUARD)).value or "")
+            await asyncio.sleep(0.02)
+        return texts[-1].strip("'")
 
-        spy = f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'code': WATCH}})}\n</tool_call>"
-        task = af.Task("t", ({"role": "user", "content": "?"},), {})
-        async with (
-            af.RemotePool(one, token=token) as chains,
-            af.RemotePool(two, token=token, sandbox_type=af.Grader) as graders,
-        ):
-            agent = af.Agent(
-                af.ScriptedEngine([spy, SPY]), chat=chat(), tools=[af.toolbox.python], reward=solved, max_turns=4,
-                pools=[chains, graders],
-            )  # fmt: skip
-            (trajectory,) = (await agent.rollout([task])).trajectories
-            assert (trajectory.reward, trajectory.error) == (1.0, None), trajectory.explain()
-            assert set(rounds[0]) == {"."}
-            assert "x" in rounds[1]
-
-            async with graders.lease("me") as grader:
-                patient = {"timeout": GUARD, "total": GUARD}
-                grade = await grader.grade(ADD, [*TESTS, ("1", "")], setup="import os\nleft = os.getpid()", **patient)
-                assert passed(grade) == [True, True, False, True] and "assert add(1, 2) == 4" in grade.verdicts[2].error
-                given = {"data.txt": "5"}
-                five = "def add(a, b): return int(open('data.txt').read())"
-                assert (await grader.grade(five, ["assert add(1, 2) == 5"], files=given, **patient)).ok
-                await errors.check(
-                    lambda: grader.grade(five, ["assert add(1, 2) == 5"], files="/etc"),
-                    af.errors.SettingsError,
-                    "in a remote call",
-                )
-    finally:
-        elsewhere.kill()
-        elsewhere.communicate()
+    spy = f"<tool_call>\n{json.dumps({'name': 'python', 'arguments': {'code': WATCH}})}\n</tool_call>"
+    task = af.Task("t", ({"role": "user", "content": "?"},), {})
+    settings: dict[str, Any] = {"size": 1, "isolation": level, "memory_mb": 512, "acquire_timeout": GUARD}
+    async with af.Pool(af.PythonSandbox, **settings) as chains, af.Pool(af.Grader, **settings) as graders:
+        agent = af.Agent(
+            af.ScriptedEngine([spy, SPY]), chat=chat(), tools=[af.toolbox.python], reward=solved, max_turns=4,
+            pools=[chains, graders],
+        )  # fmt: skip
+        (trajectory,) = (await agent.rollout([task])).trajectories
+    assert (trajectory.reward, trajectory.error) == (1.0, None), trajectory.explain()
+    assert set(rounds[0]) == {"."}
+    assert "x" in rounds[1], "it finds what is there to be found"

@@ -15,8 +15,8 @@ from recipes.base import UNSURE
 from recipes.calculator import Expression
 
 import agentfly_kit as af
-from agentfly_kit.envs import encyclopedia
 from agentfly_kit.envs.alfworld import games
+from agentfly_kit.envs.search import encyclopedia
 from agentfly_kit.tiny import END
 
 DATA = files("agentfly_kit._data")

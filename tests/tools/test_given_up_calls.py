@@ -18,7 +18,6 @@ import pytest
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.pool.base import BasePool
 
 TASK = af.Task("t", ({"role": "user", "content": "?"},))
 
@@ -120,7 +119,7 @@ async def test_a_call_that_was_given_up_does_not_reach_another_chain(kind: Any, 
     tool: Any = make()
     limit, owner = tool.timeout, GymLike if kind is WRAPPED else kind if tool is not both else Counter
     arguments = {} if tool.name == "waits" else {"action": "slow"}
-    pools: list[BasePool[Any]] = [af.Pool(each, size=1) for each in dict.fromkeys((kind, *tool.sandbox_types))]
+    pools: list[af.Pool[Any]] = [af.Pool(each, size=1) for each in dict.fromkeys((kind, *tool.sandbox_types))]
     try:
         async with af.Context(TASK, pools=pools) as context:
             if how == "cancelled":
@@ -235,7 +234,7 @@ async def test_only_the_calls_of_a_sandbox_run_in_its_thread(gate: threading.Eve
         return " ".join(result.observation for result in results)
 
     barrier = threading.Barrier(2)
-    pools: list[BasePool[Any]] = [af.Pool(Bound, size=1), af.Pool(Other, size=1)]
+    pools: list[af.Pool[Any]] = [af.Pool(Bound, size=1), af.Pool(Other, size=1)]
     async with pools[0], pools[1]:
         async with af.Context(TASK, pools=pools) as context:
             assert [(await tool.invoke({}, context)).observation for tool in (first, second)] == ["True", "True"]

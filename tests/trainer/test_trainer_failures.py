@@ -25,7 +25,6 @@ from test_trainer import SMALL, Whole, learner, leave, numbers, start
 from waiting import until
 
 import agentfly_kit as af
-from agentfly_kit.trainer import checkpoint, run_dir
 
 FOLDERS = [str(TESTS), str(Path(__file__).parent)]
 
@@ -79,8 +78,6 @@ def damage(file: Path, how: str) -> None:
     data = bytearray(file.read_bytes())
     if how == "cut":
         del data[len(data) // 2 :]
-    elif how == "one bit":
-        data[len(data) // 2] ^= 4
     elif how == "empty":
         data.clear()
     file.unlink()
@@ -88,14 +85,16 @@ def damage(file: Path, how: str) -> None:
         file.write_bytes(data)
 
 
-@pytest.mark.parametrize("how", ["cut", "one bit", "empty", "gone"])
+@pytest.mark.parametrize("how", ["cut", "empty", "gone"])
 async def test_a_damaged_checkpoint_is_named_and_the_previous_one_can_be_used(
     how: str, tmp_path: Path, whole: Whole
 ) -> None:
     await leave(start(tmp_path / "run", learner()), "break", 3)
     folder = tmp_path / "run" / "checkpoint"
     damage(folder / "state.pt", how)
-    words = r"state\.pt cannot be read \(.*\); delete .*checkpoint to continue from the checkpoint before it, or resume"
+    words = (
+        r"checkpoint cannot be read \(.*\); delete .*checkpoint to continue from the checkpoint before it, or resume"
+    )
     policy = learner()
     await errors.check(lambda: start(tmp_path / "run", policy), af.errors.RunError, re.compile(words))
     assert len(af.Run(tmp_path / "run").records) == 3, "the attempt deleted nothing"
@@ -117,40 +116,11 @@ async def test_a_checkpoint_of_a_newer_version_is_rejected(tmp_path: Path) -> No
     folder = tmp_path / "run" / "checkpoint"
     state = torch.load(folder / "state.pt", weights_only=True)
     torch.save(state | {"version": 7}, folder / "state.pt")
-    (folder / "done").write_text("{}")
     await errors.check(
         lambda: start(tmp_path / "run", learner()),
         af.errors.RunError,
         re.compile(r"a newer version \(7 > 2\); upgrade agentfly_kit; delete .*checkpoint"),
     )
-
-
-async def test_a_checkpoint_is_flushed_before_it_replaces_the_last_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-    real_fsync, real_replace = os.fsync, os.replace
-
-    def fsync(handle: int) -> None:
-        order.append("sync " + os.readlink(f"/proc/self/fd/{handle}").removeprefix(str(tmp_path) + "/run"))
-        real_fsync(handle)
-
-    def replace(a: Any, b: Any) -> None:
-        order.append(f"{Path(a).name} -> {Path(b).name}")
-        real_replace(a, b)
-
-    run = start(tmp_path / "run", learner(), SMALL.replace(steps=1))
-    async for _ in run:
-        pass
-    monkeypatch.setattr(run_dir.os, "fsync", fsync)
-    monkeypatch.setattr(run_dir.os, "replace", replace)
-    checkpoint.save(run.run, run.policy, run._updater.optimizer, run._state)
-    files = sorted(path.name for path in (tmp_path / "run" / "checkpoint").iterdir() if path.name != "done")
-    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "state.pt"} <= {*files}
-    assert order == [
-        *(f"sync /checkpoint.new/{file}" for file in files), "sync /checkpoint.new/done", "sync /checkpoint.new",
-        "checkpoint -> checkpoint.before", "checkpoint.new -> checkpoint", "sync ",
-    ]  # fmt: skip
 
 
 TEMPLATE = """

@@ -116,7 +116,6 @@ async def test_a_run_continues_without_the_prefetched_chains(tmp_path: Path) -> 
     folder = tmp_path / "run" / "checkpoint"
     assert (folder / "ahead.jsonl").exists()
     (folder / "ahead.jsonl").unlink()
-    (folder / "done").write_text("{}")
     run = start(tmp_path / "run", learner(), AHEAD)
     seen = [step async for step in run]
     assert [s.step for s in seen] == [1, 2, 3, 4]

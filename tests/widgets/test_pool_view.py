@@ -115,7 +115,6 @@ async def test_views_of_one_pool_share_history_events_and_what_was_taken() -> No
 async def test_pool_view_by_hand() -> None:
     async with af.Pool(agents.Box, size=2) as pool:
         view = w.PoolView(pool)
-        assert view._state["recycles"]
         await ask(view, "take")
         (number,) = view.held
         view.held[number].log.append("1")
@@ -144,20 +143,6 @@ async def test_pool_view_by_hand() -> None:
         await ask(view, "take")
         view.close()
         await until(lambda: pool.snapshot().leased == 0)
-
-
-async def test_pool_view_by_hand_of_a_pool_elsewhere() -> None:
-    async with af.Pool(Box, size=2) as pool, af.serve_pool(pool) as server:
-        async with af.RemotePool(server.url, token=server.token, sandbox_type=Box) as far:
-            view = w.PoolView(far)
-            assert not view._state["recycles"]
-            await ask(view, "take")
-            (number,) = view.held
-            await ask(view, "reset", number)
-            assert view._notice == "" and number in view.held
-            await ask(view, "give_back", number)
-            assert pool.snapshot().leased == 0
-            view.close()
 
 
 async def test_pool_view_selection_is_a_frame() -> None:

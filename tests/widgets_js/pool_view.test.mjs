@@ -26,7 +26,7 @@ test("leases by owner, the longest first, those by hand marked", () => {
 });
 
 test("what a person can do to a sandbox", () => {
-  const state = { counts, recycles: true, lanes: [[1, "leased", "c1", 1, 3, "2", false], [2, "idle", null, 1, 9, null, false], [3, "closing", null, 1, 5, null, false], [4, "leased", "by hand", 1, 5, null, true], [5, "starting", null, 0, 1, null, false]] };
+  const state = { counts, lanes: [[1, "leased", "c1", 1, 3, "2", false], [2, "idle", null, 1, 9, null, false], [3, "closing", null, 1, 5, null, false], [4, "leased", "by hand", 1, 5, null, true], [5, "starting", null, 0, 1, null, false]] };
   const can = (id, more = {}) => Object.entries(actions({ ...state, ...more }, id)).filter(([, yes]) => yes).map(([name]) => name).join(" ");
   assert.equal(can(1), "take reset close");
   assert.equal(can(2), "take reset close");
@@ -37,8 +37,6 @@ test("what a person can do to a sandbox", () => {
   assert.equal(can(null), "take");
   assert.equal(can(1, { closed: true }), "");
   assert.equal(can(1, { counts: { ...counts, size: 2 } }), "reset close", "one sandbox stays available to chains");
-  assert.equal(can(4, { recycles: false }), "take reset close give_back");
-  assert.equal(can(1, { recycles: false }), "take");
 });
 
 test("of a long name the end stays", () => {

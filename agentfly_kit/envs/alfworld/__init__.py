@@ -70,7 +70,7 @@ class ALFWorld:
 
     @tool
     async def act(self, command: str) -> ToolResult:
-        """Do one thing in the house.
+        """Carry out one command in the house.
 
         Args:
             command: such as "go to fridge 1", "open fridge 1", "take apple 1 from fridge 1", "heat apple 1 with
@@ -93,7 +93,7 @@ class ALFWorld:
 
     @tool
     async def admissible_commands(self) -> str:
-        """List every command that does something now. It takes no time."""
+        """List the commands that have an effect now. This is not counted as a step."""
         return ", ".join(self.world.admissible())
 
     def _progress(self, house: House, game: Game) -> None:

@@ -230,7 +230,7 @@ class WebShop(Shop):
         """Search the shop.
 
         Args:
-            keywords: what to look for.
+            keywords: the search terms.
         """
         return self.searched(keywords)
 
@@ -239,7 +239,7 @@ class WebShop(Shop):
         """Click a button, a product or an option on the page.
 
         Args:
-            value: its text.
+            value: the text of the element.
         """
         return self.clicked(value)
 
@@ -252,7 +252,7 @@ class WebShopText(Shop):
 
     @tool
     def act(self, action: str) -> str:
-        """Do one thing in the shop.
+        """Carry out one action in the shop.
 
         Args:
             action: search[keywords] or click[value].

@@ -24,9 +24,10 @@ from typing import Any, Literal, get_args
 
 from agentfly_kit import task_files
 from agentfly_kit._display import Displayable
-from agentfly_kit.envs import encyclopedia, qa
+from agentfly_kit.envs import qa
 from agentfly_kit.envs.family import Family, Move, existing_file, int_field, row_id, tool_outputs
 from agentfly_kit.envs.retrieval import Embed, Index, VectorIndex, WordIndex, embedding, words
+from agentfly_kit.envs.search import encyclopedia
 from agentfly_kit.errors import SettingsError, TaskError, ToolError, check_count
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
@@ -170,7 +171,7 @@ class Search:
         """Search the encyclopedia.
 
         Args:
-            query: what to look for.
+            query: the search terms.
         """
         if not query.strip():
             raise ToolError("give a query")

@@ -19,7 +19,7 @@ from typing import Any
 
 from agentfly_kit.engines.scripted import ScriptedEngine
 from agentfly_kit.envs.family import Family, Move, hash_split, row_id, tool_outputs
-from agentfly_kit.envs.judging import Criterion, Judge, Judgement, Ranking, Rubric
+from agentfly_kit.envs.judge.judging import Criterion, Judge, Judgement, Ranking, Rubric
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
