@@ -24,7 +24,7 @@ from agentfly_kit.agent.agent import Agent
 from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.integrations.adapters import environment as environment
 from agentfly_kit.integrations.adapters import reward as reward
-from agentfly_kit.ppo import PPOConfig
+from agentfly_kit.ppo.config import PPOConfig
 from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Message, Task
 

@@ -22,7 +22,7 @@ from agentfly_kit.batch.turn_data import turn_data
 from agentfly_kit.engines.base import Engine, check_scorer
 from agentfly_kit.errors import BatchError, SettingsError
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.ppo import shaped_rewards
+from agentfly_kit.ppo.scoring import shaped_rewards
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.trainer.config import TOKEN_ESTIMATORS, TURN_ESTIMATORS, TrainConfig
 from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory

@@ -12,7 +12,7 @@ from processes import run_two
 from test_ppo_settings import Kept, judged, made
 
 import agentfly_kit as af
-from agentfly_kit.ppo import gather
+from agentfly_kit.ppo.distributed import gather
 
 pytest.importorskip("accelerate")
 

@@ -75,11 +75,11 @@ async def test_a_call_is_picked_and_is_a_frame() -> None:
     assert whole["ok"].tolist() == [True, False, False]
     assert "ZeroDivisionError" in whole["error"][1] and whole["reward"].isna().all()
     await press(form, "pick", 9)
-    assert "call 9 does not exist; there are 1 to 3" in form._notice
+    assert "call 9 does not exist; calls 1 to 3 are kept" in form._notice
     for _ in range(60):
         await form.call(places=one)
     assert [c.number for c in form.selection] == [63] and len(form.to_frame()) == 50
-    errors.check(lambda: form.select(1), ValueError, "there are 14 to 63")
+    errors.check(lambda: form.select(1), ValueError, "calls 14 to 63 are kept")
     sent(form)
 
 
