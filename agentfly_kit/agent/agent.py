@@ -25,10 +25,11 @@ class Agent(AgentSettings):
     __doc__ = AgentSettings.__doc__
 
     def __post_init__(self) -> None:
-        if callable(self.harness):
+        if self.harness is not None:
             from agentfly_kit.agent.harness import Harness
 
-            object.__setattr__(self, "harness", Harness(self.harness))
+            if not isinstance(self.harness, Harness):
+                object.__setattr__(self, "harness", Harness(self.harness))
         super().__post_init__()
 
     def replace(self, **changes: Any) -> Agent:
