@@ -17,7 +17,7 @@ from waiting import GUARD, until
 
 import agentfly_kit as af
 from agentfly_kit.ppo.distributed import WorkerGroup
-from agentfly_kit.trainer import loop
+from agentfly_kit.trainer import updates
 from agentfly_kit.trainer.sampling import RolloutSampler
 
 SMALL = af.TrainConfig(steps=4, tasks_per_step=3, group_size=4, minibatch=6, lr=1e-3)
@@ -500,13 +500,13 @@ async def test_a_diverged_step_restores_the_last_checkpoint(
     policy = learner()
     run = start(tmp_path / "run", policy)
     await leave(run, "break", 2)
-    real = loop.ppo_step_async
+    real = updates.ppo_step_async
 
     def diverging(*args: Any, **options: Any) -> Any:
         args[2].advantages[args[2].mask] = 1e38
         return real(*args, **options)
 
-    monkeypatch.setattr(loop, "ppo_step_async", diverging)
+    monkeypatch.setattr(updates, "ppo_step_async", diverging)
     await errors.check(
         lambda: run,
         af.errors.TrainingError,

@@ -14,7 +14,7 @@ from test_trainer import SMALL, Whole, learner, leave, numbers, start, uninterru
 from waiting import until
 
 import agentfly_kit as af
-from agentfly_kit.trainer import loop
+from agentfly_kit.trainer import updates
 from agentfly_kit.trainer.sampling import RolloutSampler
 
 AHEAD = SMALL.replace(overlap=1)
@@ -32,13 +32,13 @@ def whole() -> Whole:
 async def test_each_rollout_except_the_first_is_one_iteration_old(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = learner()
     batches: list[Any] = []
-    real = loop.ppo_step_async
+    real = updates.ppo_step_async
 
     def watching(p: Any, optimizer: Any, batch: Any, config: Any, **options: Any) -> Any:
         batches.append((p.version, batch, config.old_logprobs))
         return real(p, optimizer, batch, config, **options)
 
-    monkeypatch.setattr(loop, "ppo_step_async", watching)
+    monkeypatch.setattr(updates, "ppo_step_async", watching)
     run = start(None, policy, AHEAD)
     seen = []
     async for step in run:
@@ -59,7 +59,7 @@ async def test_each_rollout_except_the_first_is_one_iteration_old(monkeypatch: p
 
 
 async def test_chains_are_sampled_during_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = loop.ppo_step_async
+    real = updates.ppo_step_async
     seen: list[int] = []
 
     def sampled() -> int:
@@ -70,7 +70,7 @@ async def test_chains_are_sampled_during_the_update(monkeypatch: pytest.MonkeyPa
         seen.append(sampled())
         return await real(*given, **options)
 
-    monkeypatch.setattr(loop, "ppo_step_async", held)
+    monkeypatch.setattr(updates, "ppo_step_async", held)
     run = start(None, learner(), AHEAD.replace(steps=2))
     assert (await anext(aiter(run))).step == 1
     assert seen[0] > 0
@@ -80,13 +80,13 @@ async def test_chains_are_sampled_during_the_update(monkeypatch: pytest.MonkeyPa
 
 async def test_with_a_correction_the_old_logprobs_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     olds = []
-    real = loop.ppo_step_async
+    real = updates.ppo_step_async
 
     def watching(*given: Any, **options: Any) -> Any:
         olds.append((given[3].old_logprobs, given[3].correction))
         return real(*given, **options)
 
-    monkeypatch.setattr(loop, "ppo_step_async", watching)
+    monkeypatch.setattr(updates, "ppo_step_async", watching)
     run = start(None, learner(), AHEAD.replace(steps=3, correction="token"))
     seen = [step async for step in run]
     assert olds == [("auto", "token")] * 3
@@ -154,7 +154,7 @@ async def test_a_failed_step_cancels_the_prefetched_rollout(tmp_path: Path, monk
         raise af.errors.TrainingError("the gradient is nan")
 
     await leave(run, "break", 1)
-    monkeypatch.setattr(loop, "ppo_step_async", failing)
+    monkeypatch.setattr(updates, "ppo_step_async", failing)
     await errors.check(lambda: run, af.errors.TrainingError, "step 2: the gradient is nan")
     assert not left()
     monkeypatch.undo()

@@ -79,7 +79,7 @@ async def test_a_call_is_picked_and_is_a_frame() -> None:
     for _ in range(60):
         await form.call(places=one)
     assert [c.number for c in form.selection] == [63] and len(form.to_frame()) == 50
-    errors.check(lambda: form.select(1), ValueError, "there are 14 to 63")
+    errors.check(lambda: form.select(1), ValueError, "calls 14 to 63 are kept")
     sent(form)
 
 
