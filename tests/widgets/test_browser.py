@@ -456,7 +456,7 @@ def test_pool_view_by_hand_with_keys_while_a_cell_awaits(notebook: Any) -> None:
     page.wait_for_function(
         "() => ![...document.querySelectorAll('.afk-owner')].some((x) => x.textContent === 'calc-1/0')"
     )
-    browser.expect(hands).to_contain_text("asked: close #1", use_inner_text=True)
+    browser.expect(hands).to_contain_text("requested: close #1", use_inner_text=True)
     hands.get_by_role("button", name="Take").click()
     page.locator(".afk-tile .afk-hand", has_text="this view").wait_for()
     nb.finish()
