@@ -569,7 +569,7 @@ async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellati
         ended = await chain.sample_turns(7, to_end=True)  # more samples than the pool has sandboxes
         assert {t.turns[4].text.count("a,b") for t in ended} == {1}
         assert (pool.snapshot().leased, pool.snapshot().waiting) == (1, 0)
-        job = asyncio.ensure_future(_started(chain.sample_turns(7, to_end=True)))
+        job = asyncio.create_task(chain.sample_turns(7, to_end=True))
         await until(lambda: pool.snapshot().leased == 3)
         job.cancel()
         await errors.check(lambda: job, asyncio.CancelledError)
@@ -588,10 +588,6 @@ async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellati
             lambda: chain.sample_turns(3), af.errors.SettingsError, "the tool calls of the last action have not run yet"
         )
         await chain.close()
-
-
-async def _started(call: Any) -> Any:
-    return await call
 
 
 async def test_changes_of_task_fields_are_local_to_the_chain() -> None:
