@@ -466,7 +466,7 @@ def failing(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (wrong_shape, r"function wrong_shape must return the shape \(12,\) for 12 rewards, .*, got the shape \(\)"),
+        (wrong_shape, r"advantages must have the shape \(12,\) .*, got \(\)"),
         (failing, "function failing raised KeyError: 'column'"),
     ],
 )
