@@ -205,7 +205,7 @@ class TrainConfig(PPOConfig):
                 "teacher_coef must be above 0 with advantage='none', got 0",
             ),
             (
-                self.lr_end == TrainConfig.lr_end and self.lr < TrainConfig.lr_end,
+                self.lr_end is not None and self.lr < self.lr_end == TrainConfig.lr_end,
                 f"lr_end must be set with lr={self.lr:g}, which is below the default lr_end={self.lr_end}; "
                 f"use lr_end=None or lr_end={self.lr / 10:g}",
             ),

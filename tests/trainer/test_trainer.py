@@ -467,7 +467,7 @@ def failing(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     ("function", "says"),
     [
         (wrong_shape, r"advantages must have the shape \(12,\) .*, got \(\)"),
-        (failing, "function failing raised KeyError: 'column'"),
+        (failing, "the advantage function failing raised KeyError: 'column'"),
     ],
 )
 async def test_an_estimator_that_fails_loses_no_chains(function: Any, says: str, tmp_path: Path) -> None:
@@ -475,8 +475,8 @@ async def test_an_estimator_that_fails_loses_no_chains(function: Any, says: str,
     # The pattern matches one line.
     await errors.check(
         lambda: start(tmp_path / "run", policy, SMALL.replace(advantage=function)),
-        af.errors.BatchError,
-        re.compile(rf"\A.*step 1: the advantage {says}.*no step was kept.*step-00001-failed.jsonl.*\Z"),
+        af.errors.AgentFlyError,
+        re.compile(rf"\A.*step 1: {says}.*no step was kept.*step-00001-failed.jsonl.*\Z"),
     )
     assert len(af.Rollout.load(tmp_path / "run" / "rollouts" / "step-00001-failed.jsonl")) == 12
     assert policy.version == 0
