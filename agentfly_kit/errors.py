@@ -97,7 +97,7 @@ def check_value(name: str, value: Any, types: str = "float", limit: str = "") ->
     """
     first, *others = types.split(" | ")
     fits = ("None" if value is None else type(value).__name__) in (first, *others)
-    if isinstance(value, numbers.Real) and type(value) is not bool:
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
         fits = isinstance(value, numbers.Integral) if first == "int" else first == "float" and math.isfinite(value)
         for words, bound in re.findall(r"(at least|above|at most) (\S+)", limit):
             fits = fits and _BOUNDS[words](value, float(bound))
