@@ -509,7 +509,7 @@ async def test_measures_of_uncertainty() -> None:
     assert [t.id.rpartition("/")[2] for t in rollout] == ["0", "0.1", "1", "1.1"]
     (t, _) = await a.rollout(numbered(1), 2, branch=af.Branch(2, measure=lambda turn: math.nan))
     assert t.stop == "error"
-    assert "measure must return a finite number, got nan" in str(t.error)
+    assert "the result of measure must be a finite number, got nan" in str(t.error)
 
     class Silent(Played):
         async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> af.Sample:

@@ -551,13 +551,9 @@ async def test_a_sample_is_appended_as_if_the_chain_had_sampled_it() -> None:
         assert (turn.ids, turn.seed, turn.logprobs) == (drawn.ids, drawn.seed, drawn.logprobs)
         assert (fork.stop, fork.pending_calls, turn.parent) == (twin.stop, twin.pending_calls, chain.turn)
         fork.rewind(0)
-        errors.check(
-            lambda: fork.append_sample(chain.snapshot()), af.errors.SettingsError, "must continue with a sampled action"
-        )
+        errors.check(lambda: fork.append_sample(chain.snapshot()), af.errors.SettingsError, "then an action")
     chain.force("8", end=False)
-    errors.check(
-        lambda: chain.append_sample(sample), af.errors.SettingsError, "must begin with the turns of this chain"
-    )
+    errors.check(lambda: chain.append_sample(sample), af.errors.SettingsError, "must have the turns of this chain")
 
 
 async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellation() -> None:
@@ -584,9 +580,7 @@ async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellati
         assert pool.snapshot().leased == 1
         assert len(await chain.sample_turns(3)) == 3  # needs no sandbox
         chain.force(put_call("b"))
-        await errors.check(
-            lambda: chain.sample_turns(3), af.errors.SettingsError, "the tool calls of the last action have not run yet"
-        )
+        await errors.check(lambda: chain.sample_turns(3), af.errors.SettingsError, "tool calls have not run yet")
         await chain.close()
 
 

@@ -103,7 +103,7 @@ def read(slices: list[Any]) -> list[Any]:
     (
         lambda: openai(max_length=0),
         af.errors.SettingsError,
-        "max_length must be an integer of at least 1, or None for no limit",
+        "max_length must be an integer of at least 1 or None",
     ),
     (lambda: fleet(), af.errors.EngineError, "at least one engine, got none"),
     (lambda: fleet(shipped, af.Fleet([shipped()])), af.errors.EngineError, "other than a Fleet, got Fleet"),
