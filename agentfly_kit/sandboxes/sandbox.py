@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from agentfly_kit._display import Displayable
 
-from ..errors import SandboxError, SettingsError, check_count
+from ..errors import SandboxError, SettingsError, check_count, check_instance
 from .call import CONTROL_SECONDS, ENDED_BY_CODE, GRACE_SECONDS, OUT_OF_MEMORY, Call, JSONLines, Watch, death_message
 from .host import container, process
 from .host import isolation as levels
@@ -81,6 +81,7 @@ class Sandbox(Startable):
         if isinstance(preload, str) or preload is None:
             raise SettingsError(f"preload must be a list of module names, got {preload!r}")
         check_count("max_output", max_output, 256)
+        check_instance("packages", packages, bool, "True or False")
         if not isinstance(isolation, Container):
             levels.check_level(isolation)
         self.limits = Limits(memory_mb, processes, cpu_seconds, disk_mb, network)
