@@ -220,4 +220,4 @@ def assert_refuses_long_rows(policy: af.Policy) -> None:
     rows.lengths[0] = 65
     policy.score(rows)
     rows.lengths[0] = 66
-    errors.check(lambda: policy.score(rows), af.errors.PolicyError, "rows must have at most 65 tokens, got 66: beyond")
+    errors.check(lambda: policy.score(rows), af.errors.PolicyError, "rows must have at most 65 tokens, got 66, because")

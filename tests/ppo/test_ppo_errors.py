@@ -123,7 +123,6 @@ def unlike_a_loss(logprobs: Any, old: Any, adv: Any, mask: Any) -> Any:
     (lambda: af.adamw(POLICY, math.nan), af.errors.SettingsError, "lr must be a finite number above 0"),
     (lambda: af.adamw(POLICY, math.inf), af.errors.SettingsError, "lr must be a finite number above 0"),
     (lambda: af.Policy(POLICY.model, agents.chat(), value_head="apart"), af.errors.SettingsError, "'separate'"),
-    (lambda: af.Policy.load(DATA, lora=0), af.errors.SettingsError, "rank"),
     (lambda: af.Policy.load(DATA, lora={"r": 4, "lora_dropout": 0.1}), af.errors.SettingsError, "lora_dropout"),
     # Adapters whose base model is not frozen, or that cannot be merged. The shipped policies tie their embeddings.
     *(

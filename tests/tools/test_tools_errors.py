@@ -10,8 +10,7 @@ from test_source import one
 from test_tools import Counter, add, calculator
 
 import agentfly_kit as af
-from agentfly_kit.errors import SandboxError, SettingsError, TaskError, ToolSchemaError
-from agentfly_kit.pool.environment import reset_arguments
+from agentfly_kit.errors import SandboxError, SettingsError, ToolSchemaError
 from agentfly_kit.tools import builtin as toolbox
 
 
@@ -129,8 +128,6 @@ async def connect(server: Any, **settings: Any) -> None:
     (lambda: sandbox_of(Box, Box, Box), SettingsError, "exactly one pool must provide a Box, got 2"),
     (lambda: holding(game=[1], lock=threading.Lock()).fork("b"), SandboxError,
      "keep in context.state (game, lock) cannot be copied (TypeError"),
-    (lambda: reset_arguments(type("Odd", (), {"reset": lambda self, task, /: ...}), TASK), TaskError,
-     "Odd.reset must accept keyword arguments, got the positional-only"),
 )  # fmt: skip
 async def test_errors_of_contexts_and_servers(call: Any, error: type[Exception], text: str) -> None:
     await errors.check(call, error, text)

@@ -236,12 +236,6 @@ async def tracked_late() -> None:
         af.errors.SettingsError,
         "None if device_map is given",
     ),
-    (
-        lambda: af.Policy.load("none", device="mps"),
-        af.errors.SettingsError,
-        "usable by torch on this machine, got 'mps'",
-    ),
-    (lambda: af.Policy.load("none", valuehead=True), TypeError, "'valuehead'; did you mean 'value_head'"),
 )
 async def test_runs(call: Any, error: Any, text: str) -> None:
     await errors.check(call, error, text)
