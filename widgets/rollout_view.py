@@ -203,10 +203,11 @@ class RolloutView(ChainsView, LiveView):
 
     def _trajectory(self, id: str) -> Any:
         handle = self._handle()
-        chains = () if handle is None else handle.partial.trajectories
-        found = next((t for t in chains if sendable(t.id) == id), None)
+        if handle is None:
+            raise LookupError("the run and its chains no longer exist")
+        found = next((t for t in handle.partial.trajectories if sendable(t.id) == id), None)
         if found is None:
-            raise LookupError(f"{id} has not finished, or its run no longer exists")
+            raise LookupError(f"{id} has not finished; its tokens are available when it has")
         return found
 
     def _agent_for(self) -> Any:
