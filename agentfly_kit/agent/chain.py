@@ -41,18 +41,7 @@ from agentfly_kit.types import Failure, ToolCall, Turn
 
 
 class BaseChain(ChainState):
-    """Chain that can be run to its end and scored. Subclasses define where its actions come from.
-
-    Attributes:
-        turn: the current leaf, which is the last of `chain.turns`.
-        author: author recorded for sampled turns; by default the agent's name.
-        stop, error: stop reason and failure of an ended chain, or None.
-        busy: whether a method of the chain is running.
-        has_sampled: whether a sample was requested from the engine.
-        closed: whether the chain was finished or abandoned and its sandboxes were released.
-        trajectory: the result of `finish`, or None.
-        seed_key: key from which the seeds are derived. It differs from `key` if the chain repeats another chain.
-    """
+    """Chain that can be run to its end and scored. Subclasses define where its actions come from."""
 
     # --- running ---
 

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 ScoreName = Literal["logprob", "entropy", "value", "hidden", "sum_squared_probs"]
 
-# Time of an operation in masked attention, relative to one in a matrix product; measured on a CPU (docs/log.md).
+# Time of an operation in masked attention, relative to one in a matrix product; measured on a CPU.
 _MASKED_ATTENTION_COST = 4.0
 
 # Maximum number of logits to compute at once, which take 512 MB. Larger micro-batches are processed in chunks.

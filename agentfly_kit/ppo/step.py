@@ -383,7 +383,7 @@ def adamw(
             Adam's epsilon is 0 and updates are hundreds of times too large.
         PolicyError: If the model scales or soft-caps its logits, which `ppo_step` does not support.
 
-    Source:  The default betas and the factor ten were chosen by measurements on the calculator task; see docs/log.md.
+    Source:  The default betas and the factor ten were chosen by measurements on the calculator task.
     """
     check_positive("number", lr=lr)
     policy.check_head()
