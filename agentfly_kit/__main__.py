@@ -7,7 +7,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -60,17 +59,7 @@ def _checksum(data: bytes) -> str:
 
 
 def _lab(folder: Path, port: int | None, browser: bool) -> int:
-    for package in ("jupyterlab", "ipykernel", "anywidget"):
-        if importlib.util.find_spec(package) is None:
-            raise _CommandError(f'{package} is not installed; type: {_python()} -m pip install "agentfly_kit[lab]"')
-    if port is not None:
-        with socket.socket() as probe:
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError as error:
-                raise _CommandError(
-                    f"port {port} cannot be used ({error.strerror}); choose another, or omit --port to use a free one"
-                ) from None
+    _require("jupyterlab", "ipykernel", "anywidget")
     try:
         kept = copy_course(folder)
     except OSError as error:
@@ -96,9 +85,7 @@ def _start(command: list[str], folder: Path, environment: dict[str, str]) -> int
 
 
 def _demo(notebook: Path | None, out: Path, save: bool) -> int:
-    for package in ("nbclient", "nbconvert", "ipykernel"):
-        if importlib.util.find_spec(package) is None:
-            raise _CommandError(f'{package} is not installed; type: {_python()} -m pip install "agentfly_kit[lab]"')
+    _require("nbclient", "nbconvert", "ipykernel")
     from agentfly_kit._demo import run_demo
 
     return run_demo(notebook or _course() / _FIRST, out, save)
@@ -112,8 +99,11 @@ def _doctor() -> int:
     return 0 if diagnosis.ok else 1
 
 
-def _python() -> str:
-    return Path(sys.executable).name
+def _require(*packages: str) -> None:
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            python = Path(sys.executable).name
+            raise _CommandError(f'{package} is not installed; type: {python} -m pip install "agentfly_kit[lab]"')
 
 
 def _parser() -> argparse.ArgumentParser:

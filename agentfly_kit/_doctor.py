@@ -117,8 +117,6 @@ def _widgets() -> Check:
 
 def _torch() -> Check:
     version = _version("torch")
-    if version is None:
-        return Check("LocalEngine", "torch is not installed", False, "pip install torch")
     import torch
 
     device = "no GPU; tiny policies on the CPU"

@@ -12,8 +12,10 @@ import functools
 import inspect
 import math
 import numbers
+import operator
+import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -68,39 +70,60 @@ def check_instance(name: str, value: object, types: Any, expected: str) -> None:
         raise SettingsError(f"{name} must be {expected}, got {value!r:.200}")
 
 
-_PLAIN_TYPES = {"bool": "True or False", "int": "an integer", "float": "a number", "str": "a string", "None": "None"}
+# Types that can be checked by name, as messages describe them.
+_TYPES = {
+    "bool": "True or False",
+    "int": "an integer",
+    "float": "a finite number",
+    "str": "a string",
+    "Budget": "an af.Budget",
+    "Branch": "an af.Branch",
+    "Sampling": "an af.Sampling",
+    "None": "None",
+}
+_BOUNDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le}
 
 
-def check_types(settings: Any) -> None:
-    """Raise SettingsError if a field of the dataclass `settings` is NaN or not of its annotated type.
+def check_value(name: str, value: Any, types: str = "float", limit: str = "") -> None:
+    """Raise SettingsError unless `value` has one of the types, such as "int | None", and is within the limit.
 
-    Only fields annotated with bool, int, float, str, None or a union of them are checked. Integers are accepted as
-    floats, but True and False are not accepted as numbers.
+    Integers are accepted as floats, but True and False are not accepted as numbers. NaN and infinity are rejected.
+
+    Args:
+        name: Name of the argument.
+        value: Value of the argument.
+        types: Names in `_TYPES`.
+        limit: Bounds of a number in words, such as "above 0 and at most 1".
+    """
+    first, *others = types.split(" | ")
+    fits = ("None" if value is None else type(value).__name__) in (first, *others)
+    if not isinstance(value, bool) and isinstance(value, numbers.Real):
+        fits = isinstance(value, numbers.Integral) if first == "int" else first == "float" and math.isfinite(value)
+        for words, bound in re.findall(r"(at least|above|at most) (\S+)", limit):
+            fits = fits and _BOUNDS[words](value, float(bound))
+    if not fits:
+        what = " or ".join([f"{_TYPES[first]} {limit}".rstrip(), *(_TYPES[other] for other in others)])
+        raise SettingsError(f"{name} must be {what}, got {value!r:.200}")
+
+
+def check_settings(settings: Any, limits: Mapping[str, Any]) -> None:
+    """Raise SettingsError if a field of the dataclass `settings` has a wrong type or is not within its limit.
+
+    Args:
+        settings: A dataclass. Fields whose annotations have other types than those in `_TYPES` are not checked.
+        limits: The limit of `check_value`, or a Literal type with the allowed values, by field name.
     """
     for field in dataclasses.fields(settings):
-        types = str(field.type).split(" | ")
-        if not _PLAIN_TYPES.keys() >= set(types):
-            continue
-        value = getattr(settings, field.name)
-        if isinstance(value, bool):
-            fits = "bool" in types
-        elif isinstance(value, numbers.Integral):
-            fits = "int" in types or "float" in types
-        elif isinstance(value, numbers.Real):
-            fits = "float" in types and not math.isnan(value)
-        else:
-            fits = ("None" if value is None else type(value).__name__) in types
-        if not fits:
-            raise SettingsError(f"{field.name} must be {' or '.join(_PLAIN_TYPES[t] for t in types)}, got {value!r}")
+        value, limit = getattr(settings, field.name), limits.get(field.name, "")
+        if not isinstance(limit, str):
+            check_choice(field.name, value, limit)
+        elif _TYPES.keys() >= set(str(field.type).split(" | ")):
+            check_value(field.name, value, str(field.type), limit)
 
 
 def check_count(name: str, value: Any, minimum: int = 1, *, optional: bool = False) -> None:
     """Raise SettingsError unless `value` is an integer of at least `minimum`. If `optional`, None is also allowed."""
-    is_integer = isinstance(value, numbers.Integral) and value is not True and value is not False
-    is_count = is_integer and value >= minimum
-    if not is_count and not (optional and value is None):
-        limit = ", or None for no limit" if optional else ""
-        raise SettingsError(f"{name} must be an integer of at least {minimum}{limit}, got {value!r}")
+    check_value(name, value, "int | None" if optional else "int", f"of at least {minimum}")
 
 
 def check_positive(what: str, /, **given: object) -> None:

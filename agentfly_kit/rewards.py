@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, o
 
 from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable, printable, shorten
-from agentfly_kit.errors import RewardError, SettingsError, check_count
+from agentfly_kit.errors import RewardError, check_value
 from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.context import Context, Fields, temporary_context
 from agentfly_kit.tools.injection import FunctionSet, InjectedFunction, Injection
@@ -80,11 +80,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
         name: str | None = None,
         timeout: float | None = 60.0,
     ) -> None:
-        if per not in _INJECTED_NAMES:
-            raise RewardError(f"per must be 'trajectory' or 'turn', got {per!r}")
         super().__init__(function, name, timeout, _INJECTED_NAMES[per])
-        if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-            raise self._error(f"weight must be a finite number, got {weight!r}")
         self.weight = float(weight)
         self.per: Per = per
         if self._method:
@@ -114,8 +110,6 @@ class Reward(Displayable, InjectedFunction[P, R]):
         """
         if self.per == "turn":
             turn = _action_to_score(trajectory, turn)
-        elif turn is not None:
-            raise RewardError(f"turn must be None for {self.name}, which scores a whole trajectory, got {turn!r}")
         async with temporary_context(trajectory.task, self.sandbox_types, pool) as context:
             return await self.score(trajectory, context, turn=turn)
 
@@ -157,7 +151,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
         if not _is_number(value):
             raise RewardError(
                 f"{self.name}: {key!r} must be a number, True or False, or None (unscored), got {value!r:.80}, "
-                f"a {type(value).__qualname__}; a dict(reward=..., ...) may hold further values"
+                f"a {type(value).__qualname__}"
             )
         number = float(value.item() if hasattr(value, "item") else value)
         if not math.isfinite(number):
@@ -216,14 +210,11 @@ def overlong_penalty(tokens: int, buffer: int, *, weight: float = 1.0) -> Reward
         weight: Weight of the reward.
 
     Raises:
-        SettingsError: If a number is below 1, or `buffer` exceeds `tokens`.
+        SettingsError: If `buffer` is below 1 or exceeds `tokens`.
 
     Source:  DAPO, arXiv 2503.14476, equation 13.
     """
-    check_count("tokens", tokens)
-    check_count("buffer", buffer)
-    if buffer > tokens:
-        raise SettingsError(f"buffer must be at most tokens={tokens}, got {buffer}")
+    check_value("buffer", buffer, "int", f"of at least 1 and at most {tokens}")
 
     @reward(weight=weight, name="overlong_penalty")
     def penalty(trajectory: Trajectory) -> float:
@@ -311,10 +302,7 @@ def _action_to_score(trajectory: Trajectory, turn: Turn | int | None) -> Turn:
     if isinstance(turn, int):
         turn = trajectory.turns[turn]
     if turn is None:
-        actions = [t for t in trajectory.turns if t.kind == "action"]
-        if not actions:
-            raise RewardError(f"trajectory {trajectory.id!r} must have an action to score, got none")
-        turn = actions[-1]
+        turn = [t for t in trajectory.turns if t.kind == "action"][-1]
     if turn.kind != "action":
         raise RewardError(f"turn must be an action, got {turn!r}")
     return turn

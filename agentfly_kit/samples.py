@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import EngineError, SettingsError, check_types, checks_keywords
+from agentfly_kit.errors import EngineError, SettingsError, check_settings, checks_keywords
 from agentfly_kit.types import Message, Task, ToolCall, check_lengths
 
 
@@ -35,22 +35,19 @@ class Sampling(Displayable):
     stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        check_types(self)
+        limits = {
+            "temperature": "of at least 0",
+            "max_tokens": "of at least 1",
+            "top_p": "above 0 and at most 1",
+            "top_k": "of at least 0",
+            "min_p": "of at least 0 and at most 1",
+        }
+        check_settings(self, limits)
         stop: Any = self.stop  # accept a single string, which tuple() would split into characters
-        if not isinstance(stop, str | list | tuple):
-            raise SettingsError(f"stop must be a string, or a list or tuple of strings, got {stop!r}")
-        object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else tuple(stop))
-        if not (self.temperature >= 0 and math.isfinite(self.temperature)):
-            raise SettingsError(f"temperature must be finite and at least 0 (0 is greedy), got {self.temperature!r}")
-        if self.max_tokens < 1:
-            raise SettingsError(f"max_tokens must be at least 1, got {self.max_tokens!r}")
-        if not 0 < self.top_p <= 1 or not 0 <= self.min_p <= 1 or self.top_k < 0:
-            raise SettingsError(
-                "top_p must be above 0 and at most 1, top_k at least 0 (0 disables it), and min_p between 0 and 1, got "
-                f"top_p={self.top_p!r}, top_k={self.top_k!r}, min_p={self.min_p!r}"
-            )
-        if not all(isinstance(text, str) and text for text in self.stop):
-            raise SettingsError(f"stop must hold non-empty strings (an empty one always matches), got {self.stop!r}")
+        texts = (stop,) if isinstance(stop, str) else stop
+        if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
+            raise SettingsError(f"stop must be non-empty strings, got {stop!r}")
+        object.__setattr__(self, "stop", tuple(texts))
 
     @property
     def greedy(self) -> bool:
@@ -118,8 +115,6 @@ class Sample(Displayable):
 
     def __post_init__(self) -> None:
         if self.ids is None:
-            if self.text is None:
-                raise EngineError("a Sample must have ids, or text if the engine is text-only; got neither")
             return
         check_lengths(self, ("logprobs", "entropies", "versions", "kept_mass", "alternatives"))
         for name in ("logprobs", "entropies", "kept_mass"):

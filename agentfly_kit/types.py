@@ -217,9 +217,8 @@ class ToolCall(Displayable):
         """
         if self.rerunner is None:
             raise EngineError(
-                f"this call of {self.name!r} cannot be rerun: it was loaded from disk or made in another process, or "
-                f"its tool is unknown; "
-                f"call the tool directly: await tool.try_(**call.arguments)"
+                f"this call of {self.name!r} cannot be rerun here, because its tool is unknown; use "
+                "await tool.try_(**call.arguments)"
             )
         return self.rerunner(self)
 
@@ -284,13 +283,10 @@ class Turn(Displayable):
         # Count the actions here, because chains read the number many times per turn.
         before = 0 if self.parent is None else self.parent.actions
         object.__setattr__(self, "_actions", before + self.completes_action)
-        if self.ids is None:
-            if self.sampled:
-                raise AlignmentError("a sampled turn must have ids, got ids=None")
-            return
-        check_lengths(self, ("logprobs", "entropies", "kept_mass", "versions", "alternatives", "token_texts"))
-        if self.sampled and (self.logprobs is None or self.versions is None):
-            raise AlignmentError("a sampled turn must have a logprob and a policy version per id")
+        if self.sampled and None in (self.ids, self.logprobs, self.versions):
+            raise AlignmentError("a sampled turn must have ids, with a logprob and a policy version per id")
+        if self.ids is not None:
+            check_lengths(self, ("logprobs", "entropies", "kept_mass", "versions", "alternatives", "token_texts"))
 
     @property
     def path(self) -> tuple[Turn, ...]:

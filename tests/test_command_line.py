@@ -2,7 +2,6 @@
 
 import ast
 import importlib
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -63,18 +62,6 @@ def test_a_changed_notebook_is_kept_and_an_unchanged_one_is_updated(
     assert Path("mine/01_quickstart.ipynb").read_text() == "my work"
     assert Path("mine/02_one_chain.ipynb").read_text() == "version 2"
     assert "kept your changed 01_quickstart.ipynb" in capsys.readouterr().out
-
-
-def test_a_port_in_use_is_refused_before_anything_is_written(
-    started: list[Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        port = other.getsockname()[1]
-        assert command_line.main(["lab", "--port", str(port)]) == 1
-    assert f"port {port} cannot be used (Address already in use); choose another" in capsys.readouterr().err
-    assert started == [] and not Path("agentfly-course").exists()
 
 
 @pytest.mark.parametrize("arguments", [["lab"], ["demo"]])

@@ -33,7 +33,7 @@ def test_a_traceback_shows_the_users_frames_only() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=GUARD, check=True)
     plain = re.sub(r"\x1b\[[0-9;]*m", "", done.stdout)
     short, _, verbose = plain.partition("=====")
-    assert "SettingsError: temperature must be finite and at least 0 (0 is greedy), got -1" in short
+    assert "SettingsError: temperature must be a finite number of at least 0, got -1" in short
     assert short.count("return af.Sampling(temperature=-1)") == 1
     assert "samples.py" not in short
     assert "samples.py" in verbose

@@ -79,10 +79,6 @@ ROW_ERRORS: list[tuple[Any, str]] = [
     ({"question": ""}, "a row must have a question"),
     ({"question": 5}, "'question' must be a string or a list of messages, got 5"),
     ({"messages": "text"}, "'messages' must be a list of messages, got a string"),
-    ({"id": "first", "question": "q"}, "ids must be unique, got 'first', which is also the id of rows, row 0"),
-    ({"id": 1.5, "question": "q"}, "'id' must be a string or an integer, or be left out, got 1.5"),
-    ({"id": "", "question": "q"}, "'id' must be a string or an integer"),
-    ({"split": 3, "question": "q"}, "'split' must be a name such as 'train' or 'test', got 3"),
     (["question"], "a row must be an object such as"),
 ]
 MESSAGE_ERRORS: list[tuple[Any, str]] = [
@@ -99,9 +95,10 @@ def test_errors_name_the_row() -> None:
         errors.check(
             lambda: af.tasks_from([{"id": "first", "question": "ok"}, row], name="rows"), af.errors.TaskError, words
         )
-    words = r"tasks: rows must (be a list of dicts, a DataFrame|contain at least one task)"
-    for rows in ("tasks.jsonl", 5, None, []):
-        errors.check(lambda: af.tasks_from(rows), af.errors.TaskError, re.compile(words))
+    for rows in ("tasks.jsonl", 5, None):
+        errors.check(
+            lambda: af.tasks_from(rows), af.errors.TaskError, "tasks: rows must be a list of dicts, a DataFrame"
+        )
 
 
 def test_drop_answer_moves_the_last_answer_into_a_field(tmp_path: Path) -> None:
@@ -196,9 +193,8 @@ def test_a_json_file_of_splits_and_a_folder_of_files(tmp_path: Path) -> None:
         ('{"question": "a"}\n{"answer": "b"}\n', "bad.jsonl:2: a row must have a question"),
         (
             '{"id":"x","question": "a"}\n\n{"id":"x","question":"b"}\n',
-            "bad.jsonl:3: ids must be unique, got 'x', which is also the id of bad.jsonl:1",
+            "bad.jsonl: ids must be unique, got 'x' for 2 tasks",
         ),
-        ("\n\n", "bad.jsonl: rows must contain at least one task"),
         (b'{"question": "a"}\n\xff\n', "bad.jsonl:2: not UTF-8"),
         ("[" * 100_000, "bad.jsonl:1: not JSON"),
         ('[{"question": "a"},\n oops]', "bad.json:2: not JSON"),
@@ -209,7 +205,6 @@ def test_a_json_file_of_splits_and_a_folder_of_files(tmp_path: Path) -> None:
         ),
         (b"PAR", "bad.parquet is not a readable parquet file"),
         ("", "bad.csv is not a readable csv file (No columns to parse"),
-        ("question,answer\n", "bad.csv: rows must contain at least one task"),
         (
             "problem,answer\na,b\n",
             "bad.csv, row 0: a row must have a question in one of the columns messages, question, prompt, "
@@ -289,7 +284,6 @@ def test_columns_with_other_names(tmp_path: Path) -> None:
             {"question": "problem", "answer": "gold"},
             "answer='gold' must name a column, got columns: 'problem'",
         ),
-        ({"question": "problem", "answer": "problem"}, "question and answer must be different columns, got 'problem'"),
         ({}, "name another column with question="),
     ):
         errors.check(lambda: af.tasks_from(rows, **options), af.errors.TaskError, words)
@@ -365,11 +359,6 @@ def test_a_dataset_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     )
     write(tmp_path / "openai" / "gsm8k" / "train.jsonl", ROWS[:3])
     assert len(af.load_tasks("openai/gsm8k")) == 3, "an existing folder takes precedence"
-    errors.check(
-        lambda: af.load_tasks("openai/gsm8k", config="main"),
-        af.errors.TaskError,
-        "config applies only to datasets of the Hugging Face Hub, got 'main'",
-    )
 
 
 def test_bundled_task_sets_load_and_are_disjoint() -> None:
@@ -447,7 +436,6 @@ def test_tasks_is_a_sequence_and_is_sampled_without_repetition() -> None:
     assert drawn == tasks.sample(10, seed=3) != tasks.sample(10, seed=4)
     assert len({t.id for t in drawn}) == 10
     assert {t.id for t in tasks.sample(40)} == {t.id for t in tasks}
-    errors.check(lambda: tasks.sample(41), af.errors.TaskError, re.compile(r"n must be between 0 and 40, .* got 41"))
 
 
 def test_repr_and_html() -> None:

@@ -5,6 +5,7 @@ import html.parser
 import json
 import math
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -161,6 +162,14 @@ class FakeRun:
         self.records.append(record)
         for listener in list(self.listeners):
             listener(record)
+
+
+def started(path: Path | None, steps: int = 4, **more: Any) -> Any:
+    """Return a training run with short chains, and evaluations if `evaluate_every` is given."""
+    policy, tasks = agents.fresh(), agents.tasks(6)
+    agent = agents.agent(policy, max_turns=2, sampling=af.Sampling(max_tokens=8))
+    config = af.TrainConfig(steps=steps, tasks_per_step=2, group_size=2, **more)
+    return af.train(agent, policy, tasks, config, run=path, eval_tasks=tasks[:2] if config.evaluate_every else None)
 
 
 class Gated(agents.Played):

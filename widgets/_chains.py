@@ -97,10 +97,7 @@ class ChainsView(Opener):
         self._show_below(TokenView(self._trajectory(self._picked_id()), agent=self._agent_for()))
 
     def _do_chain_stepper(self, _: Any) -> None:
-        agent = self._agent_for()
-        if agent is None:
-            raise ValueError(f"pass agent= to open chains in the stepper: w.{type(self).__name__}(..., agent=agent)")
-        self._show_below(ChainStepper(agent, self._trajectory(self._picked_id())))
+        self._show_below(ChainStepper(self._agent_for(), self._trajectory(self._picked_id())))
 
     def _do_chain_code(self, _: Any) -> None:
         id = self._picked_id()

@@ -111,11 +111,8 @@ def make_panels(given: Any, sources: Sequence[Source]) -> list[Panel]:
     """Validate the `panels=` argument of a TrainView and return the panels.
 
     Raises:
-        TypeError: If an entry is not a name, a list of names or a function.
-        ValueError: If a name is unknown, or a list is empty or has too many names.
+        ValueError: If a name is unknown, or a list has too many names.
     """
-    if isinstance(given, str) or callable(given):
-        raise TypeError(f"panels must be a list whose entries are names, lists of names or functions, got {given!r}")
     recorded = list(dict.fromkeys(key for source in sources for key in source.columns))
     # A run that has not finished may record further metrics, whose names are not yet known.
     may_follow = any(not source.finished and (source.total or not len(source.steps)) for source in sources)
@@ -126,23 +123,14 @@ def make_panels(given: Any, sources: Sequence[Source]) -> list[Panel]:
             label = f"panel {len(panels) + 1}" if name == "<lambda>" else name.replace("_", " ")
             panels.append(Panel((), label, function=entry))
             continue
-        names = (entry,) if isinstance(entry, str) else tuple(entry) if isinstance(entry, list | tuple) else ()
-        if not names or not all(isinstance(name, str) for name in names):
-            raise TypeError(
-                f"an entry of panels must be the name of a field, a list of names, or a function of a data frame, "
-                f"got {entry!r}"
-            )
+        names = (entry,) if isinstance(entry, str) else tuple(entry)
         if len(names) > _MAX_LINES:
             raise ValueError(f"a panel must have at most {_MAX_LINES} lines, got {len(names)}: {list(names)!r}")
         for name in names:
             if sendable(name) in recorded or name in FIELDS or (may_follow and name.startswith((METRIC, EVAL_METRIC))):
                 continue
-            available = [*recorded, *(field for field in FIELDS if field not in recorded)]
-            raise ValueError(
-                f"panels: no field is called {name!r}{suggest_keyword(name, available)}; recorded: "
-                f"{', '.join(recorded) or 'nothing yet'}; others that a run may record: "
-                f"{', '.join(available[len(recorded) :])}, metric_<name>, eval_metric_<name>"
-            )
+            hint = suggest_keyword(name, [*recorded, *FIELDS])
+            raise ValueError(f"panels: no field is called {name!r}{hint}; recorded: {', '.join(recorded)}")
         names = tuple(sendable(name) for name in names)
         if len(names) == 1:
             panels.append(_panel_of(names[0]))

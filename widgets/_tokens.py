@@ -252,11 +252,6 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
             arrays["kl_reference"] = np.expm1(gap) - gap  # the k3 estimator, as in the training step
         if before is not None and after is not None:
             arrays["prob_change"] = arrays["prob_after"] - arrays["prob_before"]
-    for name, values in arrays.items():
-        if values.shape != ids.shape:
-            raise AlignmentError(
-                f"{name!r} must have one value per token, shape {ids.shape} like the ids, got {values.shape}"
-            )
     rows = []
     which = [int(i) for i in getattr(batch, "row_index", np.zeros(len(ids)))]
     for b, t in enumerate(batch.trajectories):
@@ -264,10 +259,7 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
         whole = _trajectory_rows(t)[which[b]]
         start = _find(whole.ids, ids[b, here])
         if start is None:
-            raise AlignmentError(
-                f"row {b} of the batch holds {len(here)} tokens that are not a span of its trajectory {t.id!r}: "
-                "the batch and the trajectory do not match"
-            )
+            raise AlignmentError(f"row {b} of the batch must be a span of its trajectory {t.id!r}")
         span = slice(start, start + len(here))
         row = Row(
             id=whole.id, task=whole.task, chain=whole.chain, reward=whole.reward, stop=whole.stop, start=start,
@@ -283,20 +275,15 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
 
 
 def _find(whole: npt.NDArray[np.int64], part: npt.NDArray[np.int64]) -> int | None:
-    for start in range(len(whole) - len(part) + 1):
-        if np.array_equal(whole[start : start + len(part)], part):
-            return start
-    return None
+    starts = range(len(whole) - len(part) + 1)
+    return next((start for start in starts if np.array_equal(whole[start : start + len(part)], part)), None)
 
 
 def rows_of(source: Any) -> list[Row]:
     """Return the rows of any supported source: trajectories, a group, a rollout, a batch, Stats or a running chain."""
     if hasattr(source, "detail") and hasattr(source, "batch"):
         if source.batch is None:
-            raise ValueError(
-                "these Stats contain no batch, so there are no tokens to show; call ppo_step(..., detail=True) "
-                "or pass the batch"
-            )
+            raise ValueError("these Stats contain no batch; call ppo_step(..., detail=True), or pass the batch")
         return _batch_rows(source.batch, source.detail)
     if hasattr(source, "attention") and hasattr(source, "trajectories"):
         return _batch_rows(source, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +66,7 @@ def read(source: Any, batch: Any) -> tuple[list[Any], dict[str, str]]:
         source = getattr(source, "rollout", None) or source  # an Evaluation or a training step has a rollout
         source = getattr(source, "partial", source)  # the finished trajectories of a running rollout
         items = getattr(source, "trajectories", source)
-    try:
-        found = list(items)
-    except TypeError:
-        found = [None]
+    found: list[Any] = list(items) if isinstance(items, Iterable) else [None]
     if not all(is_trajectory(t) for t in found):
         kind = type(source).__name__
         raise TypeError(f"source must be a Rollout, a Group, an Evaluation, a Batch or trajectories, got {kind}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import math
 import weakref
@@ -82,15 +83,9 @@ class ChainStepper(Opener):
 
     def __init__(self, chain: Any, task: Any = None, *, top: int = 20) -> None:
         if task is not None:
-            if not callable(getattr(chain, "chain", None)):
-                raise TypeError(
-                    f"the first argument of ChainStepper(agent, task) must be an Agent, got {type(chain).__name__}"
-                )
             chain = chain.chain(task)
         if not (callable(getattr(chain, "rewind", None)) and hasattr(chain, "turn")):
-            raise TypeError(
-                f"chain must be a Chain (alternatively, pass an agent and a task), got {type(chain).__name__}"
-            )
+            raise TypeError(f"chain must be a Chain, got {type(chain).__name__}; with an Agent, pass a task")
         self.error: BaseException | None = None
         self.chains: list[Any] = [chain]
         self.samples: Any = None
@@ -303,8 +298,7 @@ class ChainStepper(Opener):
 
     def _do_open_sample(self, value: Any) -> None:
         """Open the sample with index `value` as a fork that ends with the sampled action."""
-        if self._drawn_at is None:
-            raise ValueError("there are no samples; draw some first")
+        assert self._drawn_at is not None
         sample = self.samples.trajectories[int(value)]
         origin, turn = self._drawn_at
         same = [i for i, chain in enumerate(self.chains) if chain.id == sample.id]
@@ -385,15 +379,11 @@ class ChainStepper(Opener):
 
         async def score(chain: Any) -> None:
             if chain.stop is None:
-                raise ValueError(
-                    "the chain has not ended; run it to its end first, or cancel it in Python with chain.finish()"
-                )
+                raise ValueError("the chain has not ended; run it to its end, or cancel it with chain.finish()")
             spare = None
             if not chain.context.held:
-                try:
+                with contextlib.suppress(SandboxError):  # the state of the tools cannot be copied
                     spare = await chain.fork(same_seeds=True)
-                except SandboxError:  # the state of the tools cannot be copied
-                    spare = None
             await chain.finish()
             if spare is not None:
                 self._spares[chain.id] = spare

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import math
 import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
-from itertools import pairwise, zip_longest
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import traitlets
@@ -61,7 +60,7 @@ class Sandboxes:
     def to_frame(self) -> Any:
         """Return a data frame with one row per sandbox.
 
-        The columns are sandbox, state, seconds (in this state, NaN if unknown), owner, turn, leases (so far), and hand
+        The columns are sandbox, state, seconds (in this state), owner, turn, leases (so far), and hand
         (True if leased with the Take button).
         """
         import pandas as pd
@@ -106,9 +105,7 @@ class PoolView(LiveView):
 
     def __init__(self, pool: Any) -> None:
         if not (callable(getattr(pool, "snapshot", None)) and callable(getattr(pool, "subscribe", None))):
-            raise TypeError(
-                f"pool must be a Pool (an object with snapshot() and subscribe()), got {type(pool).__name__}"
-            )
+            raise TypeError(f"pool must be a Pool, got {type(pool).__name__}")
         other = next((view for view in _views if view.record is pool), None)
         self._taken: dict[int, Any] = {} if other is None else other._taken  # sandbox number -> lease
         self._taking = 0
@@ -159,7 +156,7 @@ class PoolView(LiveView):
         state = self._state if self.record is None else self._seen_now(self.record)
         return [
             {
-                "sandbox": id, "state": name, "seconds": math.nan if age is None else age, "owner": owner,
+                "sandbox": id, "state": name, "seconds": age, "owner": owner,
                 "turn": turn, "leases": uses, "hand": hand,
             }
             for id, name, owner, uses, age, turn, hand in sorted(state.get("lanes", []))
@@ -274,8 +271,7 @@ def _logging(log: deque[tuple[float, Any]], listener: Callable[..., None]) -> Ca
     """Return a callback that adds each notable event to `log` once, even if several views share the log."""
 
     def received(event: Any) -> None:
-        kind = getattr(event, "kind", "")
-        listed = kind in _LISTED or (kind in _REASONED and event.detail)
+        listed = event.kind in _LISTED or (event.kind in _REASONED and event.detail)
         if listed and not (log and log[-1][1].sequence >= event.sequence):
             log.append((time.monotonic(), event))
         listener(event)
@@ -301,33 +297,25 @@ def _counts(c: dict[str, int]) -> str:
 
 
 def _state(s: Any, taken: Collection[int] = ()) -> dict[str, Any]:
-    now = getattr(s, "time", None)
-    turns = {lease.id: lease.turn for lease in s.leases}
-    since = {lease.id: lease.since for lease in s.leases}
-    lanes = []
-    for box in s.sandboxes:
-        began = getattr(box, "since", since.get(box.id))
-        turn = turns.get(box.id)
-        lanes.append(
-            [
-                box.id, box.state, None if box.owner is None else sendable(str(box.owner))[:200], box.uses,
-                None if now is None or began is None else round(max(0.0, now - began), 2),
-                None if turn is None else sendable(str(turn))[:40],
-                box.id in taken,
-            ]
-        )  # fmt: skip
-    error = getattr(s, "error", None)
+    lanes = [
+        [
+            box.id, box.state, None if box.owner is None else sendable(str(box.owner))[:200], box.uses,
+            round(max(0.0, s.time - box.since), 2), None if box.turn is None else sendable(str(box.turn))[:40],
+            box.id in taken,
+        ]
+        for box in s.sandboxes
+    ]  # fmt: skip
     return {
         "sandbox_type": sendable(str(s.sandbox_type)),
         "isolation": None if s.isolation is None else sendable(str(s.isolation)),
-        "counts": {name: int(getattr(s, name, 0)) for name in _COUNTS},
-        "closed": bool(getattr(s, "closed", False)),
+        "counts": {name: getattr(s, name) for name in _COUNTS},
+        "closed": s.closed,
         "gone": False,
-        "error": None if error is None else sendable(str(error))[:500],
+        "error": None if s.error is None else sendable(s.error)[:500],
         "lanes": lanes,
         "queue": [
-            [sendable(str(owner))[:200], None if seconds is None else round(seconds, 2)]
-            for owner, seconds in zip_longest(s.waiters[:_QUEUE], getattr(s, "waiting_seconds", ())[:_QUEUE])
+            [sendable(str(owner))[:200], round(seconds, 2)]
+            for owner, seconds in zip(s.waiters[:_QUEUE], s.waiting_seconds[:_QUEUE], strict=True)
         ],
     }
 
@@ -348,9 +336,7 @@ def _page(state: dict[str, Any], points: Sequence[tuple[float, ...]], limit: int
     for id, name, owner, uses, age, turn, hand in state["lanes"][:limit]:
         who = f" {owner}{' (by hand, from this view)' if hand else ''}" if owner else ""
         where = "" if turn is None else f", turn {turn}" if turn[:1].isdigit() else f", {turn}"
-        hint = f"sandbox {id}: {name}{who}{where}, {count(uses, 'lease')}" + (
-            "" if age is None else f", for {age:.1f} s"
-        )
+        hint = f"sandbox {id}: {name}{who}{where}, {count(uses, 'lease')}, for {age:.1f} s"
         out.append(
             tag(
                 "span", escape(f"{SIGNS.get(name, '?')} #{id} {name}{who[:60]}{where}"), title=hint,
@@ -365,9 +351,7 @@ def _page(state: dict[str, Any], points: Sequence[tuple[float, ...]], limit: int
     if empty > 0 and not state["closed"]:
         out.append(tag("div", escape(f"{count(empty, 'sandbox', 'sandboxes')} not started")))
     if c["waiting"]:
-        names = ", ".join(
-            owner if seconds is None else f"{owner} ({seconds:.1f} s)" for owner, seconds in state["queue"]
-        )
+        names = ", ".join(f"{owner} ({seconds:.1f} s)" for owner, seconds in state["queue"])
         more = f" and {c['waiting'] - len(state['queue'])} more" if c["waiting"] > len(state["queue"]) else ""
         out.append(tag("div", escape(f"waiting, in the order of service: {names}{more}")))
     for _, id, kind, owner, detail in state["events"][:8]:

@@ -104,9 +104,7 @@ class RewardForm(ChainsView):
 
         rollout = self.record
         if rollout is None:
-            raise RuntimeError(
-                "the rollout no longer exists; keep it in a variable and run the cell of this form again"
-            )
+            raise RuntimeError("the rollout no longer exists; keep it in a variable, and run this cell again")
         reward, began, told = self.reward, time.perf_counter(), 0.0
         reward.check([group.task for group in rollout.groups])
         self.busy = True
@@ -301,17 +299,7 @@ def _rollout(source: Any) -> Any:
         return Rollout.load(os.fspath(source))
     if hasattr(source, "groups") and callable(getattr(source, "rescore", None)):
         return source
-    items = [source] if hasattr(source, "turns") else source
-    try:
-        found = list(items)
-    except TypeError:
-        found = [None]
-    if not all(hasattr(t, "turns") and hasattr(t, "group") for t in found):
-        raise TypeError(
-            "rollout must be a Rollout, a list of trajectories, or the path of a saved rollout, "
-            f"got {type(source).__name__}"
-        )
-    return Rollout.from_trajectories(found)
+    return Rollout.from_trajectories([source] if hasattr(source, "turns") else source)
 
 
 def _after_each_cell(form: RewardForm) -> Callable[[], None]:

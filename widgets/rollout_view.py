@@ -203,11 +203,10 @@ class RolloutView(ChainsView, LiveView):
 
     def _trajectory(self, id: str) -> Any:
         handle = self._handle()
-        if handle is None:
-            raise LookupError("the run and its chains no longer exist")
-        found = next((t for t in handle.partial.trajectories if sendable(t.id) == id), None)
+        chains = () if handle is None else handle.partial.trajectories
+        found = next((t for t in chains if sendable(t.id) == id), None)
         if found is None:
-            raise LookupError(f"{id} has not finished; its tokens are available when it has")
+            raise LookupError(f"{id} has not finished, or its run no longer exists")
         return found
 
     def _agent_for(self) -> Any:

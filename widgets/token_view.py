@@ -161,8 +161,6 @@ class TokenView(View):
     def _do_stepper(self, value: Any) -> None:
         from .chain_stepper import ChainStepper
 
-        if self._agent is None:
-            raise ValueError("pass agent= to open chains in the stepper: w.TokenView(source, agent=agent)")
         row = self._rows[int(value)]
         found = next((t for t in self.trajectories if t.id == row.id), None)
         if found is None:

@@ -112,8 +112,6 @@ class ToolForm(Opener):
             raise TypeError(f"pool must be an af.Pool, or None for one sandbox per call, got {pool!r}")
         if task is not None and not isinstance(task, Task):
             raise TypeError(f"task must be a Task, such as tasks[0], got {task!r}")
-        if agent is not None and self.tool.name not in getattr(agent, "tools", ()):
-            raise ValueError(f"agent must have the tool {self.tool.name!r}, got {agent!r}")
         self._pool = weakref.ref(pool) if pool is not None else None
         self._task = task
         # One (arguments, ToolResult) per call kept, oldest first.
@@ -215,12 +213,8 @@ class ToolForm(Opener):
         """Show an earlier call by its number, counted from 1, until the next call is made."""
         found = next((c for c in self._all() if c.number == number), None)
         if found is None:
-            kept = (
-                f"calls {self._made - len(self.results) + 1} to {self._made} are kept"
-                if self.results
-                else "no call has been made"
-            )
-            raise ValueError(f"call {number!r} does not exist; {kept}")
+            first = self._made - len(self.results) + 1
+            raise ValueError(f"call {number!r} does not exist; calls {first} to {self._made} are kept")
         self._picked = number
         self._show(found)
 
@@ -234,8 +228,6 @@ class ToolForm(Opener):
         from agentfly_kit.types import Task, ToolCall
 
         agent = self._agent
-        if agent is None:
-            raise ValueError("pass agent= to start a chain with the call: w.ToolForm(tool, agent=agent, task=task)")
         call = ToolCall("call-0", self.tool.name, json.loads(str(value)))
         chain = agent.chain(self._task or Task("try", ({"role": "user", "content": ""},)))
         chain.force(agent.chat.format.render_call(call))

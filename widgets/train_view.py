@@ -81,8 +81,6 @@ class TrainView(ChainsView, LiveView):
         agent: Any = None,
     ) -> None:
         runs = [run, *others]
-        if names is not None and len(names) != len(runs):
-            raise ValueError(f"names must have one entry per run ({len(runs)}), got {list(names)!r}")
         given = list(names) if names is not None else [None] * len(runs)
         self._sources = [Source(each, name) for each, name in zip(runs, given, strict=True)]
         self._panels = None if panels is None else make_panels(panels, self._sources)
@@ -221,8 +219,6 @@ class TrainView(ChainsView, LiveView):
         """
         from agentfly_kit.trainer.run_dir import Run
 
-        if not 0 <= run < len(self._sources):
-            raise ValueError(f"run must be between 0 and {len(self._sources) - 1}, got {run}")
         source = self._sources[run]
         self.pick(None)
         self.rollout = None

@@ -194,8 +194,6 @@ class TrajectoryView(Opener):
         self._show_below(TokenView(*shown, agent=self._agent))
 
     def _do_stepper(self, value: Any) -> None:
-        if self._agent is None:
-            raise ValueError("pass agent= to open chains in the stepper: w.TrajectoryView(rollout, agent=agent)")
         self._show_below(ChainStepper(self._agent, self._alive(value)))
 
     def _do_code(self, value: Any) -> None:

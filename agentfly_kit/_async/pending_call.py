@@ -34,8 +34,7 @@ class PendingCall(Coroutine[Any, Any, T], Generic[T]):
 
     def _running(self) -> Coroutine[Any, Any, T]:
         if self._coroutine is None:
-            if self._start is None:
-                raise RuntimeError(f"{self._name} was already awaited; call it again to run it again")
+            assert self._start is not None
             # Create the coroutine only now. Otherwise, Python would also issue its own warning about a missing `await`.
             start, self._start = self._start, None
             self._coroutine = start()
@@ -43,7 +42,7 @@ class PendingCall(Coroutine[Any, Any, T], Generic[T]):
 
     def __await__(self) -> Generator[Any, Any, T]:
         # Without this check, two awaits would silently share one coroutine.
-        if self._start is None and self._coroutine is not None:
+        if self._start is None:
             raise RuntimeError(f"{self._name} was already awaited; call it again to run it again")
         return self._running().__await__()
 

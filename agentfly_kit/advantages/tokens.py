@@ -96,7 +96,7 @@ def gae(
     r = tok.reward.to(v.dtype)
     last = v.new_zeros(len(v))
     if bootstrap is not None:
-        b = as_floats(bootstrap, "bootstrap", v).reshape(-1)
+        b = as_floats(bootstrap, v).reshape(-1)
         check_shape("bootstrap", b, last.shape)
         last = require_finite(b, tok.mask.any(1), "bootstrap", "(0 for a row that was not cut)")
 
@@ -261,9 +261,9 @@ def distillation(teacher_logprobs: Numbers, logprobs: Numbers, mask: Any) -> Ten
     Source:  On-Policy Distillation of Language Models, arXiv 2306.13649, with the reverse KL; the per-token policy
              gradient is that of MiniLLM, arXiv 2306.08543, without its terms for later tokens.
     """
-    lp = as_floats(logprobs, "logprobs")
+    lp = as_floats(logprobs)
     m = as_bool_mask(mask, lp)
-    teacher = as_floats(teacher_logprobs, "teacher_logprobs", lp)
+    teacher = as_floats(teacher_logprobs, lp)
     check_shape("teacher_logprobs", teacher, lp.shape)
     teacher = require_finite(teacher, m, "teacher_logprobs", "at every action token")
     return teacher - require_finite(lp, m, "logprobs", "at every action token")
@@ -280,6 +280,6 @@ def whiten(advantages: Numbers, mask: Any, *, std: Std = "sample", eps: float = 
              zeros; if all advantages are equal, returns exact zeros.
     Source:  common in PPO code; studied in arXiv 2006.05990 ("per minibatch advantage normalization").
     """
-    a = as_floats(advantages, "advantages")
+    a = as_floats(advantages)
     m = as_bool_mask(mask, a)
     return whitened(require_finite(a, m, "advantages", "at every action token"), m, std, eps, "whiten")

@@ -57,17 +57,12 @@ def gigpo(
     Raises:  ValueError if a reward is infinite. A trajectory with a NaN reward or turn reward is unscored.
     Source:  GiGPO, arXiv 2505.10978; std=None is its F_norm = 1.
     """
-    r = as_floats(rewards, "rewards")
-    if not len(r) == len(turn_rewards) == len(states):
-        raise AlignmentError(
-            f"turn_rewards and states must have a list per reward, got {len(turn_rewards)} and {len(states)} lists for "
-            f"{len(r)} rewards"
-        )
+    r = as_floats(rewards)
     index = group_index(groups, len(r), r.device).tolist()
     totals: list[float] = []
     per_turn: list[list[float]] = []
     for i, (given, at) in enumerate(zip(turn_rewards, states, strict=True)):
-        row = as_floats(given, f"turn_rewards[{i}]").tolist()
+        row = as_floats(given).tolist()
         if len(row) != len(at):
             raise AlignmentError(f"trajectory {i} must have a state per turn reward, got {len(at)} for {len(row)}")
         to_come = 0.0
@@ -142,8 +137,6 @@ def arpo(
     check_choice("attribution", attribution, Attribution)
     check_choice("std", std, Std)
     g = GroupedRewards.from_rewards(rewards, groups)
-    if len(turn_ids) != len(g.reward):
-        raise AlignmentError(f"turn_ids must have a path per reward, got {len(turn_ids)} for {len(g.reward)} rewards")
     weights = branch_weights(turn_ids, groups).to(g.reward)
     if attribution == "inverse_branching":
         w = torch.where(g.scored, weights, 0.0)

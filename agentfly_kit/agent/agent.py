@@ -46,8 +46,7 @@ class Agent(AgentSettings):
         """Handle of the most recently started rollout. After an interrupt, `last_run.partial` holds finished chains."""
         if not self._last_handle:
             raise SettingsError("this agent has not started a rollout yet; await agent.rollout(tasks) first")
-        handle: RolloutHandle = self._last_handle[0]
-        return handle
+        return cast(RolloutHandle, self._last_handle[0])
 
     def chain(self, task: Task | Trajectory) -> Chain:
         """Create a chain to step interactively.

@@ -12,7 +12,7 @@ from agentfly_kit import seeds
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.progress import ChainKey
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.errors import AlignmentError, SettingsError, check_count, check_types, checks_keywords
+from agentfly_kit.errors import AlignmentError, SettingsError, check_settings, check_value, checks_keywords
 from agentfly_kit.types import Turn
 
 # Settings of an agent that cannot be combined with branching, because they change or fork chains themselves.
@@ -53,14 +53,7 @@ class Branch(Displayable):
     measure: Literal["entropy", "surprisal"] | Callable[[Turn], float] = "entropy"
 
     def __post_init__(self) -> None:
-        counts = {"initial": self.num_initial(2), "width": self.width, "tokens": self.tokens}
-        for name, count in counts.items():
-            check_count(name, count)
-        numbers = {"base": self.base, "weight": self.weight, "threshold": self.threshold or 0.0}
-        for name, value in numbers.items():
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise SettingsError(f"{name} must be a finite number, got {value!r}")
-        check_types(self)
+        check_settings(self, dict.fromkeys(("initial", "width", "tokens"), "of at least 1"))
         if not callable(self.measure) and self.measure not in ("entropy", "surprisal"):
             raise SettingsError(f"measure must be 'entropy', 'surprisal' or a function of a turn, got {self.measure!r}")
 
@@ -72,12 +65,12 @@ class Branch(Displayable):
         """Return the uncertainty of the action `turn`, given the vocabulary size.
 
         Raises:
-            AlignmentError: If the turn lacks the required entropies or logprobs, or `measure` returns no finite number.
+            AlignmentError: If the turn lacks the required entropies or logprobs.
+            SettingsError: If `measure` returns no finite number.
         """
         if callable(self.measure):
             value = self.measure(turn)
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                raise AlignmentError(f"measure must return a finite number, got {value!r}")
+            check_value("the result of measure", value)
             return float(value)
         values = turn.entropies if self.measure == "entropy" else turn.logprobs
         if not values:
@@ -103,14 +96,10 @@ class Branch(Displayable):
             if getattr(agent, name) is not None:
                 raise SettingsError(f"branch cannot be combined with Agent({name}=)")
         engine = agent.engine
-        if self.measure == "entropy" and engine.entropies == "no":
+        needed = {"entropy": "entropies", "surprisal": "logprobs"}.get(str(self.measure))
+        if needed is not None and getattr(engine, needed) == "no":
             raise SettingsError(
-                f"branch needs entropies, which {type(engine).__name__} does not report; use measure='surprisal' if it "
-                "reports logprobs, or set measure to a function of a turn"
-            )
-        if self.measure == "surprisal" and engine.logprobs == "no":
-            raise SettingsError(
-                f"measure='surprisal' needs logprobs, which {type(engine).__name__} does not report; set measure to "
+                f"branch needs {needed}, which {type(engine).__name__} does not report; set measure to 'surprisal' or "
                 "a function of a turn"
             )
         for pool in agent.pools:
@@ -128,7 +117,7 @@ class Branch(Displayable):
         if room < group_size:
             raise SettingsError(
                 f"a group of {group_size} leaves runs as a whole, so {name} must be at least {group_size}, got {room}; "
-                f"increase it, or set group_size to at most {room}"
+                f"increase it, or reduce group_size"
             )
         return int(room) // group_size
 

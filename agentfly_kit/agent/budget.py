@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.errors import SettingsError, check_count, check_types
+from agentfly_kit.errors import check_settings
 from agentfly_kit.types import ToolCall, ToolResult, Turn
 
 
@@ -43,11 +43,8 @@ class Budget(Displayable):
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("tokens", "turns", "tool_calls"):
-            check_count(name, getattr(self, name), optional=True)
-        check_types(self)
-        if self.seconds is not None and not self.seconds > 0:
-            raise SettingsError(f"seconds must be above 0, or None for no limit, got {self.seconds!r}")
+        limits = dict.fromkeys(("tokens", "turns", "tool_calls"), "of at least 1")
+        check_settings(self, {**limits, "seconds": "above 0"})
 
 
 class BudgetUsage:

@@ -9,7 +9,7 @@ import asyncio
 import math
 import time
 from abc import abstractmethod
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from agentfly_kit._async.pending_call import cancelling, maybe_await, pending_call, warn_or_log
@@ -32,7 +32,7 @@ from agentfly_kit.agent.turns import (
     with_exception_text,
     with_turn_rewards,
 )
-from agentfly_kit.errors import EngineError, SettingsError, check_count
+from agentfly_kit.errors import EngineError, SettingsError
 from agentfly_kit.rewards import Score
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
 from agentfly_kit.success import record_success
@@ -205,8 +205,6 @@ class LoopChain(BaseChain):
         if self.stop is None and self.pending_calls:
             await self.act()
             if self.stop is None and (count := await call_hook(agent.after_observation, self)):
-                if not isinstance(count, int) or count < 0:
-                    raise SettingsError(f"after_observation must return a number of forks or None, got {count!r}")
                 if self.hooks.spawn is None:
                     raise SettingsError("after_observation requested forks of a chain that is not in a rollout")
                 await self.hooks.spawn(self, count)
@@ -236,10 +234,8 @@ class LoopChain(BaseChain):
                 raise SettingsError("before_chain must not return content for a chain that has already begun")
             if isinstance(content, str):
                 messages = append_text(self.turn.messages, content)
-            elif isinstance(content, Sequence) and all(isinstance(message, Mapping) for message in content):
-                messages = (*self.turn.messages, *content)
             else:
-                raise SettingsError(f"before_chain must return a string, a list of messages or None, got {content!r}")
+                messages = (*self.turn.messages, *content)
             self._append(prompt_turn(self.agent, messages, "task"))
         return self.turn
 
@@ -254,7 +250,6 @@ class LoopChain(BaseChain):
             attempt: index that selects the seed. Attempt 0 samples the same action as a rollout. After `rewind`, pass
                 1, 2, ... to sample other actions at the same turn.
         """
-        check_count("attempt", attempt, 0)
         with self._exclusive("sample"):
             await self._prepare()
             self._check_action_due()
@@ -263,9 +258,7 @@ class LoopChain(BaseChain):
 
     def _check_action_due(self) -> None:
         if self.pending_calls:
-            raise SettingsError(
-                "the tool calls of the last action have not run yet; call chain.act() or chain.observe(text) first"
-            )
+            raise SettingsError("the last tool calls have not run yet; call chain.act() or chain.observe(text) first")
         if self.stop == "answered":
             raise SettingsError("the chain has answered; chain.finish() scores it, chain.observe(text) continues it")
 
@@ -276,9 +269,7 @@ class LoopChain(BaseChain):
         """Run the tool calls of the last action concurrently, and append their results as an observation."""
         with self._exclusive("act"):
             if not self.pending_calls:
-                raise SettingsError(
-                    "there is nothing to run: the last action called no tool; await chain.sample() first"
-                )
+                raise SettingsError("there is nothing to run: the last action called no tool; await chain.sample()")
             return await self._act(self.pending_calls)
 
     async def _act(self, calls: Sequence[ToolCall]) -> Turn:

@@ -24,7 +24,7 @@ from agentfly_kit.agent.turns import (
     text_fields,
     token_fields,
 )
-from agentfly_kit.errors import SettingsError, check_count
+from agentfly_kit.errors import SettingsError
 from agentfly_kit.samples import Distribution
 from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Message, Task, ToolResult, Turn, normalize_messages
@@ -102,7 +102,7 @@ class Chain(LoopChain):
             author: author of the turn.
 
         Raises:
-            SettingsError: if the last action is complete, or `content` is empty or contains ids outside the vocabulary.
+            SettingsError: if the last action is complete, or `content` contains ids outside the vocabulary.
         """
         with self._exclusive("force"):
             self._check_prepared("force")
@@ -119,8 +119,6 @@ class Chain(LoopChain):
                 )
             if end and not (ids and ids[-1] in chat.stop_ids):
                 ids.append(chat.stop_ids[0])
-            if not ids:
-                raise SettingsError("content must be text or token ids if end=False, got none")
             fields: dict[str, Any] = {}
             if end:
                 message, calls = parse_action(chat, agent.tools.schemas, forced_beginning(self.turn), ids)
@@ -143,11 +141,9 @@ class Chain(LoopChain):
         the leaf is already an observation, the text is added as a user message.
 
         Raises:
-            SettingsError: if the chain has no action yet, or `text` is not a string.
+            SettingsError: if the chain has no action yet.
         """
         with self._exclusive("observe"):
-            if not isinstance(text, str):
-                raise SettingsError(f"text must be a string, got {text!r:.80}")
             user: Message = {"role": "user", "content": text}
             if self.turn.kind == "observation":
                 messages = (*self.turn.messages, user)
@@ -172,19 +168,13 @@ class Chain(LoopChain):
             author: author of the new prompt.
 
         Raises:
-            SettingsError: if tool calls have not run, an action is unfinished, or `content` is not text.
+            SettingsError: if tool calls have not run, or `content` is not text.
         """
         with self._exclusive("compact"):
             self._check_prepared("compact")
             # The tool calls of an action that ended the chain, because it was truncated, never run.
             if self.pending_calls and self.stop is None:
-                raise SettingsError(
-                    "the tool calls of the last action have not run yet; call chain.act() or chain.observe() first"
-                )
-            if self.turn.kind == "forced" and not self.turn.messages:
-                raise SettingsError(
-                    "the last action is unfinished, because it was forced with end=False; call chain.sample() first"
-                )
+                raise SettingsError("the last tool calls have not run yet; call chain.act() or chain.observe() first")
             messages = append_text(self.turns[0].messages, content) if isinstance(content, str) else content
             messages = normalize_messages(messages, "content of compact")
             if self.actions >= self.agent.max_turns:
@@ -254,7 +244,7 @@ class Chain(LoopChain):
         Args:
             at: the turn after which the fork continues, or its index in `chain.turns`; by default the last turn.
             same_seeds: whether the fork samples with the seeds of this chain instead of its own.
-            number: number of the fork, at least 1, which determines its id and seeds; by default the next number.
+            number: number of the fork, which determines its id and seeds; by default the next number.
             queue: whether to wait for other chains to release sandboxes.
 
         Raises:
@@ -262,8 +252,6 @@ class Chain(LoopChain):
             SandboxError: if a sandbox or the state of the tools cannot be forked.
             PoolTimeout: if no sandbox becomes free in time or, with queue=False, if all sandboxes of a pool are leased.
         """
-        if number is not None:
-            check_count("number", number)
         with self._exclusive("fork"):
             target = None if at is None else self._earlier_turn(at, "at")
             twin = self._twin(self.num_forks + 1 if number is None else number, same_seeds)
@@ -292,7 +280,7 @@ class Chain(LoopChain):
         forked only with `to_end=True`. The samples run concurrently if the pools have enough sandboxes.
 
         Args:
-            n: number of samples, at least 1.
+            n: number of samples.
             to_end: whether to run each sample to the end of the chain, with the agent's hooks, and score it.
 
         Returns:
@@ -300,10 +288,9 @@ class Chain(LoopChain):
             stop reason "cancelled" if the chain would continue. `append_sample` adds one of the actions to a chain.
 
         Raises:
-            SettingsError: if `n` is not positive, or the next turn cannot be an action.
+            SettingsError: if the next turn cannot be an action.
             SandboxError: if `to_end=True` and a sandbox or the state of the tools cannot be forked.
         """
-        check_count("n", n)
         with self._exclusive("sample_turns"):
             await self._prepare()
             self._check_action_due()
@@ -339,10 +326,9 @@ class Chain(LoopChain):
         """
         with self._exclusive("append_sample"):
             n = len(self.turns)
-            if [(t.ids, t.text) for t in sample.turns[:n]] != [(t.ids, t.text) for t in self.turns]:
-                raise SettingsError(f"sample must begin with the turns of this chain, got {sample.id!r}")
-            if len(sample.turns) == n or sample.turns[n].kind != "action":
-                raise SettingsError(f"sample must continue with a sampled action, got {sample.id!r}")
+            same = [(t.ids, t.text) for t in sample.turns[:n]] == [(t.ids, t.text) for t in self.turns]
+            if not same or len(sample.turns) == n or sample.turns[n].kind != "action":
+                raise SettingsError(f"sample must have the turns of this chain, then an action, got {sample.id!r}")
             ended = len(sample.turns) == n + 1 and sample.stop != "cancelled"
             self.has_sampled = True
             turn = dataclasses.replace(sample.turns[n], parent=self.turn, reward=None)

@@ -28,21 +28,11 @@ def plain_messages(messages: Any, call_ids: Mapping[str, tuple[str, str]]) -> tu
         SettingsError: if a message is malformed or not plain text, or the last message is from the assistant.
     """
     out: list[Message] = []
-    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise SettingsError(f"messages must be a non-empty list, got {messages!r:.80}")
-    for i, given in enumerate(messages):
-        if not isinstance(given, Mapping):
-            raise SettingsError(f"messages: message {i} must be a dict, got {given!r:.80}")
-        role = given.get("role")
+    for i, given in enumerate(messages or ()):
+        role = given.get("role") if isinstance(given, Mapping) else None
         if role not in ("system", "developer", "user", "assistant", "tool"):
             raise SettingsError(
-                f"messages: message {i} must have the role system, user, assistant or tool, got {role!r}"
-            )
-        if given.get("function_call"):
-            raise SettingsError(f"messages: message {i} must use 'tool_calls' for its calls, got 'function_call'")
-        if not isinstance(given.get("tool_calls") or [], list | tuple):
-            raise SettingsError(
-                f"messages: 'tool_calls' of message {i} must be a list, got {given['tool_calls']!r:.80}"
+                f"messages: message {i} must have the role system, user, assistant or tool, got {given!r:.80}"
             )
         content = given.get("content")
         if isinstance(content, list) and not content:
@@ -73,8 +63,6 @@ def plain_tools(tools: Any) -> tuple[dict[str, Any], ...]:
     Raises:
         SettingsError: if an entry is not a function with a name.
     """
-    if not isinstance(tools, Sequence) or isinstance(tools, str):
-        raise SettingsError(f"tools must be a list, got {tools!r:.80}")
     out = []
     for i, given in enumerate(tools):
         function = given.get("function") if isinstance(given, Mapping) else None
@@ -84,10 +72,6 @@ def plain_tools(tools: Any) -> tuple[dict[str, Any], ...]:
             )
         description = function.get("description") or ""
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
-        if not isinstance(description, str) or not isinstance(parameters, Mapping):
-            raise SettingsError(
-                f"tools: entry {i} must have a string as description and an object as parameters, got {given!r:.80}"
-            )
         function = {"name": function["name"], "description": description, "parameters": parameters}
         out.append({"type": "function", "function": function})
     return tuple(out)

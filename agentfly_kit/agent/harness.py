@@ -30,7 +30,7 @@ from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import encode_long, label, text_fields, token_fields
 from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.endpoint.reply import ChainEnded, Reply, ReplyCall, RequestError
-from agentfly_kit.errors import ChatTemplateError, SettingsError, suggest_keyword
+from agentfly_kit.errors import ChatTemplateError, SettingsError
 from agentfly_kit.samples import Sample, Sampling
 from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.context import Context, Fields
@@ -50,20 +50,10 @@ class Harness(InjectedFunction[..., Any]):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__(function, None, None, ("endpoint", "task", "context"))
-        for name, parameter in self._parameters.items():
-            wanted = (
-                "endpoint" if parameter.annotation is Endpoint else "task" if parameter.annotation is Task else name
-            )
-            if name != wanted:
-                raise self._error(
-                    f"parameter {name!r} of type {parameter.annotation.__name__} must be named {wanted!r}"
-                )
         if "endpoint" not in self._parameters:
-            misspelled = next((name for name in self._parameters if suggest_keyword(name, ["endpoint"])), None)
-            hint = f"rename {misspelled!r}" if misspelled else "use endpoint.base_url, endpoint.client or endpoint.chat"
             raise self._error(
                 "a harness must have the parameter 'endpoint', through which it reaches the policy, got "
-                f"({', '.join(self._parameters)}); {hint}"
+                f"({', '.join(self._parameters)})"
             )
 
     @property
@@ -118,12 +108,6 @@ class HarnessChain(BaseChain):
                 ordered.append(turn if turn.parent is before else dataclasses.replace(turn, parent=before))
             self._ordered = (self.turn, tuple(ordered))
         return self._ordered[1]
-
-    def __getattr__(self, name: str) -> Any:
-        raise AttributeError(
-            f"chain.{name}: the requests of this chain come from the harness of the agent; use chain.run() or "
-            "chain.reply(messages)"
-        )
 
     # --- running ---
 

@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from agentfly_kit.agent.turns import append_text
-from agentfly_kit.errors import SettingsError, check_count, checks_keywords
+from agentfly_kit.errors import check_count, checks_keywords
 from agentfly_kit.types import Message
 
 __all__ = ["sliding_window", "summarize"]
@@ -62,14 +62,7 @@ def summarize(
         instruction: Text that asks for the summary.
         tokens: Number of tokens of the context that are reserved for the summary.
         rows: Maximum number of rows per chain. A chain that would need more rows ends with "context_full".
-
-    Raises:
-        SettingsError: If `instruction` is empty, or a number is below 1.
     """
-    if not isinstance(instruction, str) or not instruction.strip():
-        raise SettingsError(f"instruction must be a non-empty string, got {instruction!r}")
-    check_count("tokens", tokens)
-    check_count("rows", rows)
 
     async def on_context_full(chain: Any) -> None:
         chat, limit = chain.agent.chat, chain.agent.engine.max_length

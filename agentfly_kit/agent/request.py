@@ -12,7 +12,7 @@ from agentfly_kit.agent.progress import ChainKey, RolloutEvent
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import is_long
-from agentfly_kit.errors import SettingsError, check_count, check_instance
+from agentfly_kit.errors import SettingsError, check_settings
 from agentfly_kit.types import Task
 
 if TYPE_CHECKING:
@@ -74,16 +74,12 @@ class RolloutRequest:
 
     def check(self, agent: AgentSettings, workers: GroupWorkers | None) -> None:
         """Raise an error if the arguments are invalid, or if the agent or the workers cannot run this rollout."""
-        check_count("group_size", self.group_size)
-        check_count("max_concurrency", self.max_concurrency)
-        check_count("index", self.index, 0)
-        check_instance("purpose", self.purpose, str, "a string")
-        share = self.share
-        if not (isinstance(share, tuple) and len(share) == 2 and 0 <= share[0] < share[1]):
-            raise SettingsError(f"share must be (i, n) with 0 <= i < n, got {share!r}")
+        limits = dict.fromkeys(("group_size", "max_concurrency"), "of at least 1")
+        check_settings(self, {**limits, "index": "of at least 0"})
+        if not 0 <= self.share[0] < self.share[1]:
+            raise SettingsError(f"share must be (i, n) with 0 <= i < n, got {self.share!r}")
         for name in ("budget", "group_budget"):
             limit = getattr(self, name)
-            check_instance(name, limit, Budget | None, "an af.Budget, such as af.Budget(tokens=1000)")
             if limit is not None and limit.tokens is not None and not agent.exact:
                 raise SettingsError(
                     f"{name}={limit} must not limit tokens, because a text-only engine returns no token ids"
@@ -91,17 +87,13 @@ class RolloutRequest:
             if limit is not None and limit.tool_calls is not None and agent.harness is not None:
                 raise SettingsError(f"{name}={limit} must not limit tool_calls: the harness runs its own tools")
         if workers is not None:
-            check_instance("workers", workers, GroupWorkers, "made by af.ray.workers(agent, n)")
             if self.budget is not None:
                 raise SettingsError(
-                    "budget must be None with workers, because each worker counts only its own chains, got "
-                    f"{self.budget}; use group_budget=, because all chains of a group run in one worker"
+                    f"budget must be None with workers, each of which counts only its own chains, got {self.budget}; "
+                    "use group_budget="
                 )
             workers.check(agent)
         if self.branch is not None:
-            from agentfly_kit.agent.branching import Branch
-
-            check_instance("branch", self.branch, Branch, "an af.Branch, such as af.Branch(initial=4)")
             self.branch.groups_at_once(agent, self.group_size, self.max_concurrency)  # checks the agent
         agent.check_tasks(self.tasks)
         if agent.exact and not is_long(agent.opening(self.tasks[0])):

@@ -21,7 +21,7 @@ from agentfly_kit.errors import SettingsError
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.success import SuccessRule, check_success_rule, record_success, sign_flip_test
 from agentfly_kit.tools.context import Context
-from agentfly_kit.trajectories import UNSCORED_STOPS, Group, Trajectory, get_chain
+from agentfly_kit.trajectories import UNSCORED_STOPS, Group, Trajectory
 from agentfly_kit.types import Task
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class Rollout(Displayable):
     def __getitem__(self, index: int | slice) -> Trajectory | Rollout:
         if isinstance(index, slice):
             return Rollout.from_trajectories(self.trajectories[index], self.seconds)
-        return get_chain(self, index)
+        return self.trajectories[index]
 
     @classmethod
     def from_trajectories(

@@ -12,7 +12,7 @@ from typing import Any
 from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.errors import SettingsError, TaskError, check_accepts, check_count, check_types
+from agentfly_kit.errors import SettingsError, TaskError, check_accepts, check_instance, check_settings
 from agentfly_kit.pool.environment import is_environment, reset_arguments
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.samples import Sampling
@@ -30,6 +30,17 @@ _HOOKS = {
     "after_chain": ("chain", "trajectory"),
     "group_reward": ("group",),
     "watch": ("rollout",),
+}
+
+# See `check_settings`.
+_LIMITS = {
+    "max_turns": "of at least 1",
+    "max_tokens": "of at least 1",
+    "max_tool_calls": "of at least 1",
+    "max_invalid_calls": "of at least 1",
+    "max_nudges": "of at least 1",
+    "timeout": "above 0",
+    "max_concurrent_requests": "of at least 1",
 }
 
 # Settings of the built-in agent loop, which must not be given with a harness because it replaces this loop.
@@ -129,24 +140,12 @@ class AgentSettings(Displayable):
     _warned: list[str] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.engine, Engine):
-            raise SettingsError(f"engine must be an engine such as af.LocalEngine(policy), got {self.engine!r}")
-        if not isinstance(self.chat, Chat):
-            raise SettingsError(f"chat must be a Chat such as policy.chat or af.Chat(tokenizer), got {self.chat!r}")
+        check_instance("engine", self.engine, Engine, "an engine such as af.LocalEngine(policy)")
+        check_instance("chat", self.chat, Chat, "a Chat such as policy.chat or af.Chat(tokenizer)")
         policy = getattr(self.engine, "policy", None)  # of a LocalEngine
         if policy is not None and (not self.chat.tokenizer or policy.chat.vocabulary != self.chat.vocabulary):
             raise SettingsError("chat must have the tokenizer of the engine's policy, such as chat=policy.chat")
-        if not isinstance(self.sampling, Sampling):
-            raise SettingsError(f"sampling must be an af.Sampling, got {self.sampling!r}")
-        for name in ("max_turns", "max_invalid_calls", "max_nudges"):
-            check_count(name, getattr(self, name))
-        for name in ("max_tokens", "max_tool_calls", "max_concurrent_requests"):
-            check_count(name, getattr(self, name), optional=True)
-        check_types(self)
-        if self.timeout is not None and not self.timeout > 0:
-            raise SettingsError(f"timeout must be above 0 seconds, or None for no limit, got {self.timeout!r}")
-        if self.nudge is not None and not self.nudge.strip():
-            raise SettingsError(f"nudge must be a non-empty string or None, got {self.nudge!r}")
+        check_settings(self, _LIMITS)
         if self.nudge is None and self.max_nudges != 1:
             raise SettingsError(f"max_nudges has an effect only with nudge, got {self.max_nudges}")
         # Functions are checked here, because a wrong signature would otherwise fail in the first chain that calls them.
@@ -167,17 +166,14 @@ class AgentSettings(Displayable):
             values = {name: getattr(self, name) for name in _WITHOUT_HARNESS} | {"tools": tuple(tools) or None}
             for name, value in values.items():
                 if value is not None:
-                    raise SettingsError(
-                        f"{name} must not be given with harness, because the harness has its own loop, got "
-                        f"{value!r:.60}"
-                    )
+                    raise SettingsError(f"{name} must not be given with harness, which has its own loop")
         # A chain leases a sandbox at the first use, so a missing pool would be noticed late.
         pools = (self.pools,) if hasattr(self.pools, "acquire") else tuple(self.pools)
         required = (*tools.sandbox_types, *reward.sandbox_types, *(harness.sandbox_types if harness else ()))
         for sandbox_type in required:
             if not any(issubclass(pool.sandbox_type, sandbox_type) for pool in pools):
                 raise SettingsError(
-                    "pools must provide the sandboxes that the tools, the reward or the harness require, got none for "
+                    "pools must provide the sandboxes that the functions require, got none for "
                     f"{sandbox_type.__name__}; add pools=[af.Pool({sandbox_type.__name__}, size=8)]"
                 )
         settings = {"tools": tools, "reward": reward, "harness": harness, "pools": pools}

@@ -11,7 +11,6 @@ from agentfly_kit._async import threads
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.chat.formats import Parsed
-from agentfly_kit.errors import AlignmentError
 from agentfly_kit.samples import Sample, Sampling
 from agentfly_kit.types import Alternatives, Message, ToolCall, Turn, normalize_messages
 
@@ -75,9 +74,6 @@ def action_turn(
         seed: the seed with which it was sampled.
         tools: JSON schemas of the tools in the prompt.
         author: author of the turn, if the engine samples from a policy.
-
-    Raises:
-        AlignmentError: if the engine declares logprobs but returned none.
     """
     engine, chat = agent.engine, agent.chat
     if sample.ids is not None:
@@ -88,8 +84,6 @@ def action_turn(
     else:
         tokens = text_fields(agent, [{"content": sample.text or ""}])
     ids = tokens["ids"]
-    if engine.logprobs == "yes" and ids and sample.logprobs is None:
-        raise AlignmentError(f"{type(engine).__name__} must return logprobs, because it declares logprobs='yes'")
     kept_mass = sample.kept_mass
     if kept_mass is None and sampling.greedy and sample.logprobs is not None:
         kept_mass = tuple(math.exp(lp) for lp in sample.logprobs)  # the probability of the only token kept

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import AlignmentError, BatchError, check_shape
+from agentfly_kit.errors import AlignmentError, check_shape
 from agentfly_kit.trajectories import Row, Trajectory
 
 # Fields of `Batch` with one value per row, shape (B,).
@@ -199,8 +199,6 @@ def join(batches: Sequence[Batch]) -> Batch:
             offsets = itertools.accumulate((int(p.max()) + 1 for p in parts), initial=0)
             parts = [p + offset for p, offset in zip(parts, offsets, strict=False)]
         out[name] = torch.cat(parts)
-    if len({b.imitation for b in batches}) > 1:
-        raise BatchError("batches must be either all for imitation or all for reinforcement learning, got both")
     return Batch(
         trajectories=tuple(t for b in batches for t in b.trajectories),
         **out,

@@ -168,8 +168,6 @@ def collate(
     versions[~mask] = -1
     logprobs[~mask] = entropies[~mask] = np.nan
     kept_mass = np.where(mask, np.nan_to_num(kept_mass, nan=1.0), np.nan)
-    if not imitates and (np.isnan(logprobs[mask]).any() or mask[:, 0].any()):
-        raise AlignmentError("a sampled token must have a logprob and follow another token; the record is damaged")
 
     groups: dict[str, int] = {}
     for t in given:
@@ -279,8 +277,6 @@ def _unusable_reason(
     if t.reward is None:
         ended = t.stop if t.stop in UNSCORED_STOPS else "no reward returned a number"
         return f"unscored ({t.error.where if t.error else ended})"
-    if not math.isfinite(t.reward):
-        raise BatchError(f"the reward of trajectory {t.id!r} must be finite, or None for unscored, got {t.reward}")
     if not any(row.sampled_by(*names).any() for row in t.rows):
         writers = {turn.author for turn in t.turns if turn.kind in ("action", "forced")}
         if writers and not names:
@@ -289,10 +285,7 @@ def _unusable_reason(
     # A kept probability mass without top-p, top-k or min-p means that the engine sampled greedily.
     sampled = [turn for turn in t.turns if turn.sampled]
     if t.sampling.greedy or (not t.sampling.truncates and any(turn.kept_mass is not None for turn in sampled)):
-        raise BatchError(
-            f"trajectory {t.id!r} must not be sampled greedily for training, got temperature 0; "
-            "roll out with temperature > 0 for training"
-        )
+        raise BatchError(f"trajectory {t.id!r} must not be sampled greedily for training; use a temperature above 0")
     if t.sampling.truncates:
         cut = f"trajectory {t.id!r} was sampled under top-p, top-k or min-p ({t.sampling})"
         if not allow_truncated_sampling:

@@ -36,12 +36,7 @@ def overlong(tokens: int | None = None) -> Filter:
 
     Args:
         tokens: Maximum number of sampled tokens. If None, trajectories that were cut off by a limit are excluded.
-
-    Raises:
-        SettingsError: If `tokens` is below 1.
     """
-    if tokens is not None and tokens < 1:
-        raise SettingsError(f"tokens must be at least 1, or None for any chain that a limit cut off, got {tokens}")
 
     def check(trajectory: Trajectory) -> str | None:
         if tokens is None:
@@ -59,8 +54,8 @@ def is_group_filter(filter: Filter) -> bool:
         required = []
     if required not in (["group"], ["trajectory"]):
         raise SettingsError(
-            f"filter {_name(filter)} must be a function with the single parameter `group` or `trajectory`, such as "
-            f"af.filters.equal_rewards or af.filters.overlong(512); its parameters are {required}"
+            f"filters: {_name(filter)} must be a function with the single parameter `group` or `trajectory`, got the "
+            f"parameters {required}"
         )
     return required == ["group"]
 

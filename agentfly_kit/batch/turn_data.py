@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import AlignmentError, BatchError
+from agentfly_kit.errors import BatchError
 from agentfly_kit.trajectories import Trajectory
 
 _turn_content = operator.attrgetter("kind", "author", "ids", "sampled", "logprobs", "seed")
@@ -87,15 +87,11 @@ def turn_data(
             estimator.
 
     Raises:
-        AlignmentError: If the number of rewards differs from the number of trajectories.
+        ValueError: If the number of rewards differs from the number of trajectories.
         BatchError: If a turn has a reward, but neither it nor any earlier turn was sampled.
     """
     trajectories = as_trajectories(rollout)
     outcomes = [t.reward for t in trajectories] if rewards is None else list(rewards)
-    if len(outcomes) != len(trajectories):
-        raise AlignmentError(
-            f"rewards must have one entry per trajectory, got {len(outcomes)} for {len(trajectories)} trajectories"
-        )
     sampled = [sampled_turn_indices(t) for t in trajectories]
     return TurnData(
         tuple(_rewards_by_turn(t, at, r) for t, at, r in zip(trajectories, sampled, outcomes, strict=True)),

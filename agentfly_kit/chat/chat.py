@@ -10,12 +10,12 @@ import functools
 import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.chat import formats
 from agentfly_kit.chat.template import FollowingRole, Template, unused_marker
-from agentfly_kit.errors import ChatTemplateError, SettingsError
+from agentfly_kit.errors import ChatTemplateError, SettingsError, check_choice
 from agentfly_kit.seeds import digest
 from agentfly_kit.trajectories import Row, Trajectory
 from agentfly_kit.types import Message, Schemas, ToolCall, normalize_messages
@@ -67,8 +67,7 @@ class Chat(Displayable):
                 f"{type(tokenizer).__name__} {getattr(tokenizer, 'name_or_path', '')!r} has no chat template; "
                 "set tokenizer.chat_template, or load the tokenizer of an instruction-tuned model"
             )
-        if history not in get_args(History):
-            raise SettingsError(f'history must be "exact", "append" or "rerender", got {history!r}')
+        check_choice("history", history, History)
         self.tokenizer = tokenizer
         self.history = history
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
@@ -214,9 +213,8 @@ class Chat(Displayable):
         if unreadable and self.format in formats.NATIVE:
             written = template.written_call("get_weather", {"city": "Rome"})
             raise ChatTemplateError(
-                f"no format parses tool calls as the chat template of {template.name} renders them ({written[:80]!r}), "
-                'so calls would be treated as answers; use format="react", which replaces the template\'s instructions '
-                "for tools, or a subclass of af.chat.formats.Format"
+                f"no format parses tool calls as the chat template of {template.name} renders them ({written[:80]!r}); "
+                'use format="react" or a subclass of af.chat.formats.Format'
             )
 
     def observation_ids(
@@ -257,10 +255,8 @@ class Chat(Displayable):
         if self.history == "exact" and (reason := self.append_violation(following)):
             what = "tool results" if following == "tool" else "a user's message after an answer"
             raise ChatTemplateError(
-                f"the chat template of {self.template.name} does not allow appending {what}: {reason}. Use "
-                'Chat(tokenizer, history="append"), which appends without rendering again, or history="rerender", '
-                "which starts a new row with the history as the template renders it, or set "
-                "tokenizer.chat_template to a template that does not change earlier messages"
+                f"the chat template of {self.template.name} does not allow appending {what}: {reason}; use "
+                'Chat(tokenizer, history="append") or history="rerender", or another tokenizer.chat_template'
             )
 
     @property
@@ -423,8 +419,8 @@ class Chat(Displayable):
         stores messages and tokenizes them for training would train on instead.
 
         Raises:
-            AlignmentError: for a trajectory with several rows; pass one of them, such as `trajectory.rows[0]`.
-            SettingsError: if the row has no token ids.
+            AlignmentError: for a row without token ids, or a trajectory with several rows; pass one of them, such as
+                `trajectory.rows[0]`.
         """
         from agentfly_kit.chat.drift import find_drift
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from agentfly_kit._display import Displayable, printable
 from agentfly_kit.chat.template import common_prefix_length
-from agentfly_kit.errors import ChatTemplateError, SettingsError
+from agentfly_kit.errors import ChatTemplateError
 from agentfly_kit.trajectories import Row
 
 if TYPE_CHECKING:
@@ -54,8 +54,6 @@ class Drift(Displayable):
 
 def find_drift(chat: Chat, row: Row) -> Drift:
     """Render and tokenize the messages of a row again, and compare with its token ids. See `Chat.drift`."""
-    if not row.exact:
-        raise SettingsError("this trajectory has no token ids, because its engine is text-only")
     ids = row.ids.tolist()
     token_texts, text = chat.token_texts(ids), chat.text(ids)
     # Observations after the last action have no ids, because they were never sent to the engine.

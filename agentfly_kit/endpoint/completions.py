@@ -43,20 +43,19 @@ def read_request(body: Mapping[str, Any]) -> Request:
     for name in _UNSUPPORTED:
         if body.get(name) and body[name] != ["text"]:
             raise RequestError(f"{name!r} is not supported")
-    messages = body.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise RequestError("'messages' must be a non-empty list")
     if body.get("top_logprobs"):
         raise RequestError("'top_logprobs' is not supported; use 'logprobs', which reports the sampled tokens")
+    if (body.get("n") or 1) > _MAX_CHOICES:
+        raise RequestError(f"'n' must be at most {_MAX_CHOICES}, got {body['n']}")
     choice = body.get("tool_choice")
     options = body.get("stream_options") or {}
     return Request(
-        messages=messages,
-        tools=[] if choice == "none" else read_list(body, "tools"),
+        messages=body.get("messages") or [],
+        tools=[] if choice == "none" else body.get("tools") or [],
         author=read_author(body),
         max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
-        stop=_read_stop(body.get("stop")),
-        n=_read_count(body.get("n")),
+        stop=(stop,) if isinstance(stop := body.get("stop") or (), str) else tuple(stop),
+        n=body.get("n") or 1,
         stream=bool(body.get("stream")),
         include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
@@ -78,45 +77,14 @@ def ignored(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "response_format", f"the harness asked for the format {form.get('type')!r}, which is not enforced"
 
 
-def read_list(body: Mapping[str, Any], name: str) -> list[Any]:
-    value = body.get(name) or []
-    if not isinstance(value, list):
-        raise RequestError(f"{name!r} must be a list, got {value!r:.80}")
-    return value
-
-
 def read_author(body: Mapping[str, Any]) -> str | None:
     """Return the author that a request gives in its model name, such as "writer" in "policy/writer", or None."""
-    model = body.get("model")
-    if model is not None and not isinstance(model, str):
-        raise RequestError(f"'model' must be a string, got {model!r:.80}")
-    name, _, role = (model or MODEL).partition("/")
+    name, _, role = (body.get("model") or MODEL).partition("/")
     return role or None if name == MODEL else None
 
 
 def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
-    for name in names:
-        value = body.get(name)
-        if value is not None:
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise RequestError(f"{name!r} must be an integer of at least 1, got {value!r:.80}")
-            return value
-    return None
-
-
-def _read_stop(value: Any) -> tuple[str, ...]:
-    texts = [value] if isinstance(value, str) else value or []
-    if not isinstance(texts, list) or not all(isinstance(text, str) and text for text in texts):
-        raise RequestError(f"'stop' must be a non-empty string or a list of such strings, got {value!r:.80}")
-    return tuple(texts)
-
-
-def _read_count(value: Any) -> int:
-    if value is None:
-        return 1
-    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MAX_CHOICES:
-        raise RequestError(f"'n' must be an integer from 1 to {_MAX_CHOICES}, got {value!r:.80}")
-    return value
+    return next((body[name] for name in names if body.get(name) is not None), None)
 
 
 # --- answers ---------------------------------------------------------------------------------------

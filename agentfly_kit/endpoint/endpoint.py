@@ -152,6 +152,8 @@ class Endpoint(Displayable):
             return error_answer(str(error), error.status, error.code)
         except (AgentFlyError, RecursionError) as error:  # the messages or tools are invalid, or nested too deeply
             return error_answer(str(error), 400, "invalid_request")
+        except (TypeError, AttributeError) as error:
+            return error_answer(f"a value of the request has a wrong type: {error}", 400, "invalid_request")
 
     async def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any] | Iterator[str]:
         if self._closed:

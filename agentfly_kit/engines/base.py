@@ -58,6 +58,16 @@ class Engine(Displayable, ABC):
             EngineError: If the engine failed or the ids exceed its context length.
         """
 
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        """Raise EngineError if a prompt leaves no space for an action, or has ids that the vocabulary does not have."""
+        if len(ids) >= self.max_length:
+            raise EngineError(f"{len(ids)} ids leave no space for an action in a context of {self.max_length} tokens")
+        if self.vocab_size and not 0 <= min(ids) <= max(ids) < self.vocab_size:
+            raise EngineError(
+                f"ids must be from 0 to {self.vocab_size - 1}, got {min(ids)} to {max(ids)}; encode the prompt with "
+                "the tokenizer of the policy"
+            )
+
     async def distribution(self, ids: Sequence[int], sampling: Sampling, *, top: int = 20) -> tuple[Any, Any, float]:
         """Return the `top` most probable next ids, their logprobs, and the entropy of the full distribution in nats."""
         raise EngineError(f"{type(self).__name__} does not support distribution(); use LocalEngine")

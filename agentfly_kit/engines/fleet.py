@@ -80,16 +80,12 @@ class Fleet(Engine):
 
     def __init__(self, engines: Iterable[Engine], *, tolerance: float | None = None) -> None:
         found = list(engines)
-        if not found:
-            raise EngineError("engines must contain at least one engine, got none")
         for engine in found:
             if not isinstance(engine, Engine) or isinstance(engine, Fleet):
                 raise EngineError(f"engines must be Engine objects other than a Fleet, got {short_repr(engine)}")
         names = [getattr(engine, "base_url", f"{type(engine).__name__} {i}") for i, engine in enumerate(found)]
         if len(set(names)) < len(names) or len(set(map(id, found))) < len(found):
             raise EngineError(f"engines must be different engines or servers, got {', '.join(names)}")
-        if tolerance is not None and not (isinstance(tolerance, int | float) and 0 < tolerance < math.inf):
-            raise EngineError(f"tolerance must be a finite number above 0, or None for the default, got {tolerance!r}")
         for name in ("tokens", "logprobs", "entropies", "author", "vocab_size"):
             values = {str(value) for engine in found if (value := getattr(engine, name)) is not None}
             if len(values) > 1:
@@ -184,8 +180,7 @@ class Fleet(Engine):
             async with self._lock():
                 if not self._checked:
                     await self._check(list(self.members))
-        if len(ids) >= self.max_length:
-            raise EngineError(f"{len(ids)} ids leave no space for an action in a context of {self.max_length} tokens")
+        self._check_ids(ids)
         failed: dict[FleetMember, EngineError] = {}
         while (member := await self._choose(session, failed)) is not None:
             member.running += 1

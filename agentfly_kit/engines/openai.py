@@ -21,7 +21,7 @@ from agentfly_kit.chat.chat import Chat
 from agentfly_kit.chat.text_chat import TextChat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.http import SERVE_COMMAND, Refused, RetryingClient
-from agentfly_kit.errors import EngineError, SettingsError, check_count, check_positive
+from agentfly_kit.errors import EngineError, SettingsError, check_choice, check_positive
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
 from agentfly_kit.types import Message, ToolCall
 
@@ -89,17 +89,12 @@ class OpenAIEngine(Engine):
         address = urlsplit(base_url if isinstance(base_url, str) else "")
         if address.scheme not in ("http", "https") or not address.netloc:
             raise EngineError(f"base_url must be an address such as 'http://127.0.0.1:8000/v1', got {base_url!r}")
-        if tokens not in ("exact", "none"):
-            raise EngineError(f"tokens must be 'exact' or 'none', got {tokens!r}")
+        check_choice("tokens", tokens, Literal["exact", "none"])
         if weights not in ("auto", "shm", "http") and not (weights.startswith("http://") and urlsplit(weights).netloc):
             raise EngineError(
                 f"weights must be 'auto', 'shm', 'http' or an address such as 'http://10.0.0.5:7000', got {weights!r}"
             )
         check_positive("number of seconds", timeout=timeout)
-        if not isinstance(backoff, int | float) or not 0 <= backoff < math.inf:
-            raise SettingsError(f"backoff must be a finite number of seconds of at least 0, got {backoff!r}")
-        check_count("retries", retries, 0)
-        check_count("max_length", max_length, optional=True)
         self.base_url = base_url.rstrip("/")
         self.model = model
         self.stop_ids = tuple(stop_ids or ())
@@ -266,22 +261,18 @@ class OpenAIEngine(Engine):
         self._check_weights()
         if sampling.truncates:
             raise EngineError(
-                f"{sampling}: the server does not report the probability mass removed by truncation, so the recorded "
-                "logprobs would be wrong; sample without truncation, or evaluate with tokens='none'"
+                f"{sampling} must not truncate, because the server does not report the removed probability mass; "
+                "sample without truncation, or use tokens='none'"
             )
         if changed := {k: v for k, v in self._extra.items() if v != _NEUTRAL.get(k, v)}:
-            raise EngineError(
-                "extra_body must not change sampling with exact tokens, because the recorded logprobs would be wrong, "
-                f"got {changed!r}"
-            )
+            raise EngineError(f"extra_body must not change the distribution of exact tokens, got {changed!r}")
         if not self._logprobs_tempered and sampling.temperature not in (0.0, 1.0):
             raise EngineError(
-                f"temperature={sampling.temperature}: this server returns logprobs before temperature scaling; sample "
-                f"at temperature 1, or serve with {SERVE_COMMAND}"
+                f"temperature must be 1 for a server with logprobs before temperature scaling, got "
+                f"{sampling.temperature}; or serve with {SERVE_COMMAND}"
             )
+        self._check_ids(ids)
         limit = min(sampling.max_tokens, self.max_length - len(ids))
-        if limit < 1:
-            raise EngineError(f"{len(ids)} ids leave no space for an action in a context of {self.max_length} tokens")
         version, failed_updates = self._version, self._failed_updates
         answer = await self._request("POST", "/completions", self._completion(ids, sampling, limit))
         if self._failed_updates != failed_updates:
@@ -382,8 +373,6 @@ class OpenAIEngine(Engine):
         Raises:
             EngineError: If the server fails or does not return these logprobs, or if the ids exceed its context length.
         """
-        if not 2 <= len(ids) <= self.max_length:
-            raise EngineError(f"ids must have a length of 2 to {self.max_length} for {self!r}, got {len(ids)}")
         *before, last = (int(i) for i in ids)
         # vLLM always samples a token, so leave the last id out of the prompt and request its logprob there.
         body = self._completion(before, Sampling(max_tokens=1)) | {"prompt_logprobs": 0, "logprob_token_ids": [last]}

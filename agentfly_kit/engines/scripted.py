@@ -47,8 +47,7 @@ class ScriptedEngine(Engine):
         if self.latency:
             await asyncio.sleep(self.latency)
         if callable(self.script):
-            if request is None:
-                raise EngineError("a script function needs a request with the task and the turn; use an Agent")
+            assert request is not None, "a script function needs the task of a request; use an Agent"
             reply = await maybe_await(self.script(request.task, turn))
         elif turn < len(self.script):
             reply = self.script[turn]

@@ -23,7 +23,7 @@ from agentfly_kit._display import Displayable
 from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.engines.vllm.engine import VLLMEngine
 from agentfly_kit.engines.vllm.host import advice
-from agentfly_kit.errors import EngineError, check_instance
+from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 
 # Name of the model in requests.
@@ -53,9 +53,6 @@ class VLLMServer(Displayable):
         environment: dict[str, str] | None = None,
         **engine_args: Any,
     ) -> None:
-        if not isinstance(port, int) or not 0 <= port < 65536:
-            raise EngineError(f"port must be an integer from 0 to 65535, got {port!r}")
-        check_instance("environment", environment, dict | None, "a dict of environment variables, or None")
         # This engine is never started; it provides the model's folder and settings.
         self._model = VLLMEngine(policy, **engine_args)
         self._environment = environment or {}

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeGuard
 from agentfly_kit import task_files
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.family import Family, Move, existing_file, hash_split, row_id, shipped_rows
-from agentfly_kit.errors import SettingsError, TaskError, check_count
+from agentfly_kit.errors import SettingsError, TaskError, check_count, check_positive
 from agentfly_kit.sandboxes.grader import Grader
 from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.sandboxes.result import SandboxResult
@@ -51,8 +51,7 @@ class Code:
     """
 
     def __init__(self, *, partial: bool = True, seconds: float = 5.0, **sandbox: Any) -> None:
-        if not 0 < seconds < float("inf"):
-            raise SettingsError(f"seconds must be a positive finite number, got {seconds!r}")
+        check_positive("number", seconds=seconds)
         self._sandbox = PythonSandbox(**({"packages": False} | sandbox))
         self._used = False
         self._partial = partial
@@ -73,10 +72,7 @@ class Code:
     def check_task(self, task: Task) -> None:
         """Raise TaskError for a task without valid tests."""
         if not _texts(task.fields.get("test_list")) or not isinstance(task.fields.get("test_setup_code") or "", str):
-            raise TaskError(
-                "the task has no valid tests: the field 'test_list' must be a list such as ['assert f(1) == 2'], and "
-                "'test_setup_code', which runs before the tests, must be a string"
-            )
+            raise TaskError("test_list must be a list such as ['assert f(1) == 2'], and test_setup_code a string")
 
     async def reset(self, task: Task, seed: int) -> None:
         """Load the tests of the task and clear the interpreter."""

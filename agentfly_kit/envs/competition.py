@@ -51,14 +51,12 @@ def position(score: float, leaderboard: Sequence[float], *, lower: bool = False)
         lower: whether lower scores are better.
 
     Raises:
-        SettingsError: if the leaderboard is empty or a number is NaN.
+        SettingsError: if a number is NaN.
     Source:
         MLE-Dojo, arXiv 2505.07782, and its code, where the reward is the average over both leaderboards.
     """
-    if not leaderboard or math.isnan(score) or any(map(math.isnan, leaderboard)):
-        raise SettingsError(
-            f"leaderboard must not be empty and no score may be NaN, got {list(leaderboard)!r:.100} and {score!r}"
-        )
+    if math.isnan(sum([score, *leaderboard])):
+        raise SettingsError(f"score and leaderboard must not be NaN, got {score} and {leaderboard!r:.100}")
     return sum(score <= other if lower else score >= other for other in leaderboard) / len(leaderboard)
 
 

@@ -137,9 +137,7 @@ class Family(Displayable):
         self.require_installed()
         if split is not None and split not in self.splits:
             raise SettingsError(f"split must be {' or '.join(map(repr, self.splits))}, or None for both, got {split!r}")
-        if n is not None:
-            check_count("n", n)
-        check_count("seed", seed, 0)
+        check_count("n", n, optional=True)
         rows: list[dict[str, Any]] = []
         for name, count in self.splits.items():
             if split in (None, name):
@@ -199,8 +197,6 @@ class Family(Displayable):
 
     def _played(self, player: ScriptedPlayer, policy: Policy | None, settings: dict[str, Any]) -> Agent:
         chat = settings.pop("chat", None)
-        if policy is not None and not isinstance(getattr(policy, "chat", None), Chat):
-            raise SettingsError(f"policy must be a policy such as af.tiny.policy(), or None, got {policy!r}")
         if chat is None:
             chat = small_chat() if policy is None else policy.chat
         return self.agent(PlayerEngine(player, chat), chat=chat, **settings)

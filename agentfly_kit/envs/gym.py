@@ -41,7 +41,7 @@ def from_env(
         show: function that converts an observation to the text shown to the model.
         name: name of the tool.
 
-    Raises:  SettingsError if `make` is a class without `reset` or `step`, or `action` is empty. If `make` is a
+    Raises:  SettingsError if `make` is a class without `reset` or `step`. If `make` is a
         function, the environment that it returns is checked when it is created. If a step returns anything else, such
         as the rewards of several environments or agents, the chain ends with a SandboxError and is not scored.
     """
@@ -49,8 +49,6 @@ def from_env(
         raise SettingsError(f"make must be a class or a function that returns an environment, got {make!r}")
     if isinstance(make, type):
         _require_methods(make, make.__name__)
-    if isinstance(action, Mapping) and not action:
-        raise SettingsError("action must map at least one text to an action, got {}")
 
     class Wrapped:
         def __init__(self) -> None:

@@ -49,14 +49,10 @@ class ReasoningGym(Calculator):
     reward_sandboxes = (ReasoningVerifier,)
 
     def check_task(self, task: Task) -> None:
-        """Raise TaskError if the dataset does not exist or another field has the wrong type."""
+        """Raise TaskError if the dataset does not exist."""
         _package()
         from reasoning_gym.factory import DATASETS as known
 
-        wanted = {"dataset": str, "answer": str, "question_text": str, "metadata": dict}
-        for name, kind in wanted.items():
-            if name in task.fields and not isinstance(task.fields[name], kind):
-                raise TaskError(f"field {name!r} must be a {kind.__name__}, got {task.fields[name]!r:.100}")
         if task.fields.get("dataset") not in known:
             raise TaskError(f"reasoning_gym has no dataset {task.fields.get('dataset')!r}")
 
@@ -88,8 +84,6 @@ def rows(n: int, split: str, seed: int = 0, datasets: Sequence[str] = DATASETS) 
     for name in datasets:
         if name not in known:
             raise SettingsError(f"reasoning_gym has no dataset {name!r}; it has {', '.join(sorted(known))}")
-    if not datasets:
-        raise SettingsError(f"datasets must contain at least one name, got (); use for example {DATASETS}")
     size = 20 * n + 100
     sources = [iter(package.create_dataset(name, size=size, seed=seed)) for name in datasets]
     found: list[dict[str, Any]] = []

@@ -112,19 +112,15 @@ def embedding(model: str | Path | Embed, *, max_tokens: int = 256) -> Embed:
     folder = Path(model).expanduser()
     if not (folder / "config.json").exists():
         raise SettingsError(
-            f"no embedding model in {str(folder)!r} (config.json is missing); pass the folder of a local model, or a "
-            "function from strings to vectors. Nothing is downloaded automatically; `hf download sentence-transformers/"
-            "all-MiniLM-L6-v2 --local-dir minilm` fetches a model of about 90 MB"
+            f"dense must be a function or a folder with a model, got {str(folder)!r}; type: hf download "
+            "sentence-transformers/all-MiniLM-L6-v2 --local-dir minilm"
         )
     import torch
     from transformers import AutoModel, AutoTokenizer
 
-    try:
-        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        tokenizer = AutoTokenizer.from_pretrained(folder, **local)
-        encoder = AutoModel.from_pretrained(folder, dtype=torch.float32, **local).eval()
-    except Exception as error:
-        raise SettingsError(f"cannot load the embedding model in {str(folder)!r}: {error}") from error
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    tokenizer = AutoTokenizer.from_pretrained(folder, **local)
+    encoder = AutoModel.from_pretrained(folder, dtype=torch.float32, **local).eval()
 
     def embed(texts: list[str]) -> Any:
         if tokenizer.pad_token is None:

@@ -70,8 +70,6 @@ def tau(a: Sequence[Any], b: Sequence[Any]) -> float:
     Units:   -1 to 1; NaN if all values of one sequence are equal.
     Source:  Kendall, "The treatment of ties in ranking problems", Biometrika 33 (1945).
     """
-    if len(a) != len(b):
-        raise ValueError(f"sequences must have the same length, got {len(a)} and {len(b)} values")
     pairs = sorted(zip(a, b, strict=True))
     every = _pairs(len(pairs))
     ties_a, ties_b, ties_both = _ties(a), _ties(b), _ties(pairs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from agentfly_kit.errors import RewardError, SettingsError, TaskError
@@ -48,12 +48,10 @@ def reward(
     if not callable(function) or isinstance(function, Reward):
         raise RewardError(f"function must be a reward function for TRL or the verifiers library, got {function!r}")
     parameters = inspect.signature(function).parameters
-    if positional := [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]:
-        raise RewardError(f"{shown}: parameters must accept keyword arguments, got {', '.join(positional)}")
     if "trace" in parameters:
         raise RewardError(
-            f"{shown} has a parameter `trace`, like rewards of verifiers 0.4 and newer, which are methods of a task; "
-            "docs/migration.md describes how to call such a method in a reward of this package"
+            f"{shown} must be a reward of verifiers before 0.4, got one with a parameter `trace`; docs/migration.md "
+            "describes how to call it"
         )
     batched = any(known in parameters for known in _BATCH)
     if not batched and not {"completion", "state"} & {*parameters}:
@@ -108,11 +106,9 @@ def _split(trajectory: Trajectory) -> tuple[list[Message], list[Message]]:
 def _one(value: Any, batched: bool, name: str) -> Any:
     if not batched or value is None:
         return value
-    if not isinstance(value, Sequence) and not hasattr(value, "tolist"):
-        raise RewardError(f"{name} must return a list with one number per completion, got {value!r}")
-    values = list(value)
+    values = list(value) if isinstance(value, Iterable) else []
     if len(values) != 1:
-        raise RewardError(f"{name} must return one number per completion, got {len(values)} for 1 completion")
+        raise RewardError(f"{name} must return a list with one number per completion, got {value!r:.200}")
     return values[0]
 
 
@@ -140,23 +136,19 @@ def environment(environment_class: type) -> type:
         A subclass of `environment_class`.
 
     Raises:
-        SettingsError: if the class has no `reset`, or no method that can become a tool.
+        SettingsError: if the class has no `reset`.
         ToolSchemaError: if a parameter of a method has no type or description.
     """
     if not isinstance(environment_class, type):
         raise SettingsError(
-            f"environment_class must be a class, got {environment_class!r}; instead of a factory "
-            "function, pass the class of its environments, with arguments in af.envs.agent(..., options={...})"
+            f"environment_class must be a class, got {environment_class!r}; its arguments are "
+            "af.envs.agent(..., options={...})"
         )
     name = environment_class.__name__
     methods = dict(inspect.getmembers(environment_class, inspect.isfunction))
     if "reset" not in methods:
-        raise SettingsError(
-            f"{name} must have a method `reset`, as TRL requires; got {', '.join(methods) or 'no methods'}"
-        )
+        raise SettingsError(f"{name} must have a method `reset`, got {', '.join(methods)}")
     shown = {n: method for n, method in methods.items() if n not in ("reset", "get_reward") and n[0] != "_"}
-    if not shown:
-        raise SettingsError(f"{name} must have a public method besides reset and get_reward for the model to call")
     parameters = list(inspect.signature(methods["reset"]).parameters.values())[1:]
 
     def arguments(task: Task) -> dict[str, Any]:

@@ -58,8 +58,6 @@ def captured(
                 break
         else:
             rows.append([Turn(kind="prompt", author="task", ids=prompt), action])
-    if not rows:
-        raise AlignmentError("calls must contain at least one call, got none")
     return _trajectory(rows, task, group, chain, reward, metrics)
 
 
@@ -91,12 +89,11 @@ def from_tokens(
     Raises:
         AlignmentError: if the lengths differ, the first token is sampled, or no token is sampled.
     """
-    if not len(ids) == len(mask) == len(logprobs):
+    if not len(ids) == len(mask) == len(logprobs) or mask[0] or not any(mask):
         raise AlignmentError(
-            f"ids, mask and logprobs must have equal lengths, got {len(ids)}, {len(mask)} and {len(logprobs)}"
+            f"mask must have one entry per id ({len(ids)}) and logprob ({len(logprobs)}), begin with False and have at "
+            f"least one True, got {len(mask)} entries"
         )
-    if len(ids) == 0 or bool(mask[0]) or not any(mask):
-        raise AlignmentError("mask must begin with False and have at least one True")
     turns: list[Turn] = []
     position = 0
     for sampled, run in groupby(map(bool, mask)):

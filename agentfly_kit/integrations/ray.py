@@ -59,8 +59,6 @@ def workers(agent: Agent, n: int, *, timeout: float = 300.0, **options: Any) -> 
         raise SettingsError('ray is not installed: pip install "agentfly_kit[ray]"')
     import ray
 
-    if not isinstance(agent, Agent):
-        raise SettingsError(f"agent must be an Agent, got {agent!r}")
     check_count("n", n)
     if not ray.is_initialized():
         raise SettingsError('Ray is not connected: call ray.init("auto") on a cluster, or ray.init() for this machine')
@@ -169,10 +167,7 @@ class Workers(Displayable):
         self._rollouts = itertools.count()
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         given = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": -1} | options
-        try:
-            runner = ray.remote(**given)(_GroupRunner)
-        except (TypeError, ValueError) as error:
-            raise SettingsError(f"options must be Ray actor options: {error}") from error
+        runner = ray.remote(**given)(_GroupRunner)
         self._actors: list[Any] = [runner.remote() for _ in range(n)]
         try:
             found = ray.get([actor.describe.remote([sent]) for actor in self._actors], timeout=timeout)

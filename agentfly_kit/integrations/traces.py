@@ -31,15 +31,13 @@ def opentelemetry(tracer: Any = None, *, content: bool = False) -> Callable[[Rol
         content: Whether to record messages, and the arguments and results of tool calls.
 
     Raises:
-        SettingsError: If OpenTelemetry is not installed, or `tracer` is not a tracer.
+        SettingsError: If OpenTelemetry is not installed.
     """
     if importlib.util.find_spec("opentelemetry") is None:
         raise SettingsError('opentelemetry is not installed: pip install "agentfly_kit[otel]"')
     from opentelemetry import trace
 
     tracer = trace.get_tracer("agentfly_kit") if tracer is None else tracer
-    if not isinstance(tracer, trace.Tracer):
-        raise SettingsError(f"tracer must be an OpenTelemetry tracer from get_tracer(name), got {tracer!r}")
     return lambda rollout: rollout.subscribe(_RolloutTracer(tracer, content, rollout.agent))
 
 

@@ -101,16 +101,10 @@ def ppo_config(args: Any) -> PPOConfig:
             f"loss_type={kind!r} with importance_sampling_level={level!r} has no counterpart in ppo_step"
         )
     if level == "sequence" and args.beta and args.use_bias_correction_kl:
-        raise SettingsError(
-            "use_bias_correction_kl with importance_sampling_level='sequence' weights the KL by the row's ratio, which "
-            "has no counterpart in ppo_step; set use_bias_correction_kl=False"
-        )
+        raise SettingsError("use_bias_correction_kl with importance_sampling_level='sequence' has no counterpart")
     how = _AGGREGATES[kind]
     if args.entropy_coef and how != "token_mean":
-        raise SettingsError(
-            f"entropy_coef with loss_type={kind!r} has no counterpart: TRL always averages the entropy over tokens, "
-            "but ppo_step aggregates it like the loss; use loss_type='dapo'"
-        )
+        raise SettingsError(f"entropy_coef with loss_type={kind!r} has no counterpart; use loss_type='dapo'")
     if args.delta is not None and level == "sequence":
         raise SettingsError("delta with importance_sampling_level='sequence' has no counterpart in ppo_step")
     config = PPOConfig(
@@ -151,16 +145,10 @@ def advantage(args: Any) -> Callable[..., torch.Tensor]:
 
 
 def dataset(tasks: Iterable[Task]) -> Any:
-    """Convert tasks to a `datasets.Dataset` with the column "prompt" (messages) and the fields that all tasks have.
-
-    Raises:
-        SettingsError: If there are no tasks.
-    """
+    """Convert tasks to a `datasets.Dataset` with the column "prompt" (messages) and the fields that all tasks have."""
     from datasets import Dataset
 
     every = list(tasks)
-    if not every:
-        raise SettingsError("dataset needs at least one task, got none")
     shared = [name for name in every[0].fields if all(name in task.fields for task in every)]
     rows = [{"prompt": list(task.messages)} | {name: task.fields[name] for name in shared} for task in every]
     return Dataset.from_list(rows)

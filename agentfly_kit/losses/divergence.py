@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from agentfly_kit.errors import SettingsError, check_choice
+from agentfly_kit.errors import check_choice
 from agentfly_kit.losses.inputs import MAX_LOG_RATIO, as_bool_mask, masked
 
 KLKind: TypeAlias = Literal["k1", "abs", "k2", "k3", "k3+"]
@@ -57,11 +57,8 @@ def adaptive_kl_coef(coef: float, kl: float, *, target: float, steps: float, hor
     trajectories since the previous adjustment.
 
     Units:   kl and target in nats per token, steps and horizon in trajectories.
-    Raises:  SettingsError unless target and horizon are above 0.
     Source:  Fine-Tuning Language Models from Human Preferences, arXiv 1909.08593, 2.2.
     """
-    if not (target > 0 and horizon > 0):
-        raise SettingsError(f"target and horizon must be above 0, got {target!r} and {horizon!r}")
     return coef * (1 + min(max(kl / target - 1, -0.2), 0.2) * steps / horizon)
 
 
@@ -95,14 +92,11 @@ def importance_weights(
     with beyond="truncate"; "mask" sets them to 0, which drops the token or row. Multiply the loss by the weights.
 
     Shapes:  each (B rows, T tokens) -> (B, T), 0 where the mask is 0, without gradient.
-    Raises:  SettingsError unless 0 <= floor <= cap.
     Source:  Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), for truncated
              token weights; Liu et al., "When speed kills stability" (2025), for sequence weights and masking.
     """
     check_choice("level", level, WeightLevel)
     check_choice("beyond", beyond, BeyondBounds)
-    if not 0 <= floor <= cap:
-        raise SettingsError(f"floor and cap must satisfy 0 <= floor <= cap, got {floor!r} and {cap!r}")
     m = as_bool_mask(mask, logprobs)
     d = masked(logprobs, m, "logprobs") - masked(sampler_logprobs, m, "sampler_logprobs")
     if level == "sequence":

@@ -5,26 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentfly_kit.errors import SettingsError, check_shape
+from agentfly_kit.errors import check_shape
 
 # Log ratios are clamped to at most this absolute value, because an infinite ratio times the zero gradient of a clipped
 # token would be NaN. Clamped ratios have no gradient. For PPO, this matters only if the advantage is negative and the
 # ratio above exp(20) = 5e8; such tokens are not clipped.
 MAX_LOG_RATIO = 20.0
-
-
-def check_nonnegative(name: str, given: float | None) -> None:
-    if given is not None and not given >= 0:
-        raise SettingsError(f"{name} must be at least 0, got {given!r}")
-
-
-def upper_clip(clip: float, clip_high: float | None, dual_clip: float | None = None) -> float:
-    """Check the clip settings, and return `clip_high`, or `clip` if `clip_high` is None."""
-    check_nonnegative("clip", clip)
-    check_nonnegative("clip_high", clip_high)
-    if dual_clip is not None and not dual_clip > 1:
-        raise SettingsError(f"dual_clip must be above 1, or None, got {dual_clip!r}")
-    return clip if clip_high is None else clip_high
 
 
 def as_bool_mask(mask: Tensor | None, like: Tensor) -> Tensor:

@@ -54,8 +54,6 @@ def aggregate(
     check_choice("count", count, Count)
     if (how == "fixed") != (denominator is not None):
         raise SettingsError(f"denominator must be given if and only if how='fixed', got {denominator!r} with {how!r}")
-    if denominator is not None and not denominator > 0:
-        raise SettingsError(f"denominator must be above 0, got {denominator!r}")
     if (how == "trajectory_mean") != (trajectory_index is not None):
         raise SettingsError(f"trajectory_index must be given if and only if how='trajectory_mean', got how={how!r}")
     per_token, mask = torch.atleast_2d(per_token), torch.atleast_2d(mask)

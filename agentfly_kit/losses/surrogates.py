@@ -7,8 +7,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from agentfly_kit.errors import SettingsError, check_choice
-from agentfly_kit.losses.inputs import as_bool_mask, check_nonnegative, masked, prepare, upper_clip
+from agentfly_kit.errors import check_choice
+from agentfly_kit.losses.inputs import as_bool_mask, masked, prepare
 
 Bounds: TypeAlias = Literal["both", "upper"]
 Divergence: TypeAlias = Literal["tv", "kl"]
@@ -30,10 +30,9 @@ def ppo(
 
     Shapes:  each (B rows, T tokens); advantages may be (B,), one per row -> (B, T).
     Units:   those of the advantage.
-    Raises:  SettingsError for a negative clip or a dual_clip that is not above 1.
     Source:  PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, 3.1; dual clip: arXiv 1912.09729, eq. 5.
     """
-    high = upper_clip(clip, clip_high, dual_clip)
+    high = clip if clip_high is None else clip_high
     d, a, _ = prepare(logprobs, old_logprobs, advantages, mask)
     loss = _clipped_surrogate(torch.exp(d), a, clip, high)
     return loss if dual_clip is None else torch.where(a < 0, torch.minimum(loss, -dual_clip * a), loss)
@@ -57,7 +56,7 @@ def clipped(
 
     Shapes:  as in `ppo` -> (B, T) bool, False where the mask is 0.
     """
-    high = upper_clip(clip, clip_high, dual_clip)
+    high = clip if clip_high is None else clip_high
     d, a, _ = prepare(logprobs, old_logprobs, advantages, mask)
     ratio, high_if_negative = torch.exp(d), torch.inf if dual_clip is None else dual_clip
     return ((a > 0) & (ratio > 1 + high)) | ((a < 0) & ((ratio < 1 - clip) | (ratio > high_if_negative)))
@@ -90,7 +89,7 @@ def gspo(
     Shapes:  each (B rows, T tokens) -> (B, T).
     Source:  GSPO, arXiv 2507.18071, eq. 13 and 14 (GSPO-token); the default clips are those of its experiments.
     """
-    high = upper_clip(clip, clip_high)
+    high = clip if clip_high is None else clip_high
     d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
     row = d.sum(-1, keepdim=True) / m.sum(-1, keepdim=True).clamp(min=1)
     return _clipped_surrogate(torch.exp(row.detach() + d - d.detach()), a, clip, high)
@@ -112,7 +111,7 @@ def gmpo(
     Shapes:  each (B rows, T tokens) -> (B, T).
     Source:  GMPO, arXiv 2507.20673, which clips to (e^-0.4, e^0.4).
     """
-    high = upper_clip(clip, clip_high)
+    high = clip if clip_high is None else clip_high
     d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
     sign = a.sign()
     kept = sign * torch.minimum(sign * d, sign * d.clamp(-clip, high))
@@ -137,8 +136,6 @@ def sapo(
     Raises:  SettingsError if tau or tau_negative is not above 0.
     Source:  SAPO, arXiv 2511.20347.
     """
-    if not (tau > 0 and tau_negative > 0):
-        raise SettingsError(f"tau and tau_negative must be above 0, got {tau!r} and {tau_negative!r}")
     d, a, _ = prepare(logprobs, old_logprobs, advantages, mask)
     t = torch.where(a > 0, torch.full_like(a, tau), tau_negative)
     return -a * torch.sigmoid(t * (torch.exp(d) - 1)) * 4 / t
@@ -163,7 +160,7 @@ def cispo(
     Source:  MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. The paper sets no lower bound in its runs.
     """
     check_choice("bounds", bounds, Bounds)
-    high = upper_clip(clip, clip_high)
+    high = clip if clip_high is None else clip_high
     d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
     weight = torch.exp(d).detach().clamp(1 - clip if bounds == "both" else None, 1 + high)
     return -weight * a * masked(logprobs, m, "logprobs")
@@ -192,7 +189,7 @@ def dppo(
     Source:  DPPO, arXiv 2602.04879, eq. 12 to 14.
     """
     check_choice("divergence", divergence, Divergence)
-    high = upper_clip(clip, clip_high)
+    high = clip if clip_high is None else clip_high
     d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
     with torch.no_grad():
         log_p, log_q = masked(logprobs, m, "logprobs"), masked(old_logprobs, m, "old_logprobs")
@@ -214,16 +211,12 @@ def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, cli
 
     Shapes:  each (B rows, T tokens) -> (B, T). old_values may be None without `clip`.
     Units:   reward squared.
-    Raises:  SettingsError for a negative clip.
     Source:  the clipped form is in the code of PPO (arXiv 1707.06347), not in its text; studied in arXiv 2005.12729.
     """
-    check_nonnegative("clip", clip)
     m = as_bool_mask(mask, values)
     v, target = masked(values, m, "values"), masked(returns, m, "returns")
     loss = (v - target).square()
     if clip is not None:
-        if old_values is None:
-            raise SettingsError(f"old_values must be given if clip is {clip!r}, got None")
         old = masked(old_values, m, "old_values")
         loss = torch.maximum(loss, (old + (v - old).clamp(-clip, clip) - target).square())
     return 0.5 * loss

@@ -149,7 +149,7 @@ class LanguageModel:
         if not self._has_plain_head:
             raise PolicyError(
                 f"the logits of {type(self.model).__name__} must be the product of its hidden states and output "
-                "matrix; models that scale or soft-cap them are not supported"
+                "matrix, without scaling or soft caps"
             )
 
     @cached_property
@@ -417,8 +417,8 @@ class LanguageModel:
         longest = int(batch.lengths.max())
         if dynamic and longest > self.max_length + 1:  # the model does not read the last token of a row
             raise PolicyError(
-                f"rows must have at most {self.max_length + 1} tokens, got {longest}: beyond the context of the model, "
-                f"its rotary embeddings ({dynamic.pop()}) would change those of the other rows"
+                f"rows must have at most {self.max_length + 1} tokens, got {longest}, because the rotary embeddings of "
+                f"the model ({dynamic.pop()}) depend on the longest row"
             )
         rows = torch.arange(len(batch.lengths)) if rows is None else rows
         limit = micro_tokens or self.micro_tokens

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import difflib
 import hashlib
 import json
 import threading
@@ -127,10 +126,7 @@ class Policy(Displayable, LanguageModel):
         _check_model_kwargs(model_kwargs, device)
         model_kwargs = {"trust_remote_code": False} | model_kwargs  # transformers' default asks on the terminal
         tokenizer_kwargs = {k: v for k, v in model_kwargs.items() if k in _HUB_KEYWORDS}
-        device = _usable_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        torch_dtype = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        if dtype != "auto" and not getattr(torch_dtype, "is_floating_point", False):
-            raise SettingsError(f"dtype must be a floating-point torch dtype, its name, or 'auto', got {dtype!r}")
+        device = torch.empty(0, device=device or ("cuda" if torch.cuda.is_available() else "cpu")).device
         folder = _policy_folder(path)
         path = str(folder.resolve()) if folder.is_dir() else str(path)  # adapters record the path of their base model
         meta = read_json(folder / "policy.json")
@@ -166,12 +162,8 @@ class Policy(Displayable, LanguageModel):
         if lora is not None:
             model = _with_lora(model, lora)
         changes = {"format": None if format == "auto" else format, "history": history, "options": options}
-        try:
-            chat = Chat.from_saved(meta, tokenizer, getattr(model, "generation_config", None), **changes)
-            version = int(meta.get("version", 0))
-        except (TypeError, ValueError, AttributeError) as error:
-            raise PolicyError(f"{folder / 'policy.json'} is damaged: {type(error).__name__}: {error}") from error
-        policy = cls(model, chat, value_head=critic, version=version)
+        chat = Chat.from_saved(meta, tokenizer, getattr(model, "generation_config", None), **changes)
+        policy = cls(model, chat, value_head=critic, version=int(meta.get("version", 0)))
 
         head = folder / _VALUE_HEAD_FILE
         if policy.value_head is not None and head.exists():
@@ -197,10 +189,7 @@ class Policy(Displayable, LanguageModel):
 
         folder = Path(path)
         meta = {"format": self.chat.format.name, "version": self.version, "chat": self.chat.settings()}
-        try:
-            description = json.dumps(meta, indent=1) + "\n"
-        except TypeError as error:
-            raise PolicyError(f"the template options of a saved policy must be JSON values: {error}") from None
+        description = json.dumps(meta, indent=1) + "\n"  # may raise, so it comes before any file is written
         folder.mkdir(parents=True, exist_ok=True)
         with self.lock, _without_progress_bar():
             self.model.save_pretrained(folder)
@@ -272,26 +261,19 @@ class Policy(Displayable, LanguageModel):
         Raises:
             PolicyError: If names or shapes do not match this model.
         """
-        if different := sorted(state.keys() ^ self.state().keys()):
+        own, given = ({name: tuple(v.shape) for name, v in each.items()} for each in (self.state(), state))
+        if different := sorted(dict(own.items() ^ given.items())):  # check all weights before changing any
+            name = different[0]
             raise PolicyError(
-                f"state must have the weights of this policy; {different[0]!r} is in the state or the policy, but not "
-                "in both. Load the policy with the value_head= and lora= that it was trained with"
+                f"state must have the weights of this policy, but the shape of {name!r} is {own.get(name)} in the "
+                f"policy and {given.get(name)} in the state; load the policy with the same value_head= and lora="
             )
-        for name, own in self.state().items():  # check all weights before changing any
-            if own.shape != state[name].shape:
-                raise PolicyError(
-                    f"state must have the weights of this policy, whose {name!r} has the shape {tuple(own.shape)}, got "
-                    f"{tuple(state[name].shape)}"
-                )
         head = {k.removeprefix(_VALUE_HEAD_PREFIX): v for k, v in state.items() if k.startswith(_VALUE_HEAD_PREFIX)}
         model = {k: v for k, v in state.items() if not k.startswith(_VALUE_HEAD_PREFIX)}
-        try:
-            with self.lock:
-                self.model.load_state_dict(model, strict=not self.has_adapter)
-                if self.value_head is not None:
-                    self.value_head.load_state_dict(head)
-        except RuntimeError as error:
-            raise PolicyError(f"state must have the weights of this policy: {error}") from error
+        with self.lock:
+            self.model.load_state_dict(model, strict=not self.has_adapter)
+            if self.value_head is not None:
+                self.value_head.load_state_dict(head)
 
     def fingerprint(self) -> str:
         """Return a digest of all weights and their names."""
@@ -342,11 +324,7 @@ def _policy_folder(path: str | Path) -> Path:
             raise PolicyError(f"path must be a policy or a run with a checkpoint, got the run {folder} without one")
         folder = found[0]
     if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
-        have = ", ".join(sorted(file.name for file in folder.iterdir())[:8]) or "no files"
-        raise PolicyError(
-            f"cannot load a policy from {str(folder)!r}: it must contain a config.json (a model) or an "
-            f"adapter_config.json (an adapter), got {have}"
-        )
+        raise PolicyError(f"{str(folder)!r} must contain the config.json of a model or the adapter_config.json of one")
     return folder
 
 
@@ -369,33 +347,19 @@ def read_json(file: Path) -> dict[str, Any]:
 _HUB_KEYWORDS = (
     "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code",
 )  # fmt: skip
-_OWN_KEYWORDS = ("value_head", "lora", "device", "dtype", "format", "history", "options")
 
 
 def _check_model_kwargs(given: Mapping[str, Any], device: Any) -> None:
-    """Raise if arguments of from_pretrained are misspelled or conflict with arguments of `Policy.load`."""
-    for name in given:
-        if name in ("torch_dtype", "pretrained_model_name_or_path"):
-            own = {"torch_dtype": "dtype"}.get(name, "path")
-            raise SettingsError(f"{name} must be passed as {own}=, the argument of Policy.load, got {given[name]!r}")
-        if name not in _HUB_KEYWORDS and (close := difflib.get_close_matches(name, _OWN_KEYWORDS, 1, cutoff=0.8)):
-            raise TypeError(f"Policy.load() got an unexpected keyword {name!r}; did you mean {close[0]!r}?")
+    """Raise SettingsError if arguments of from_pretrained conflict with arguments of `Policy.load`."""
+    if "torch_dtype" in given:
+        raise SettingsError("torch_dtype must be passed as dtype=, the argument of Policy.load")
     if device is not None and "device_map" in given:
-        raise SettingsError(
-            f"device must be None if device_map is given, got device={device!r} and device_map={given['device_map']!r}"
-        )
+        raise SettingsError(f"device must be None if device_map is given, got {device!r}")
 
 
 def _check_value_head(value_head: Any) -> None:
     if not isinstance(value_head, ValueHead | Critic | bool | None) and value_head != "separate":
         raise SettingsError(f"value_head must be True, False or 'separate', got {value_head!r}")
-
-
-def _usable_device(device: Any) -> torch.device:
-    try:
-        return torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError, TypeError) as error:
-        raise SettingsError(f"device must be usable by torch on this machine, got {device!r}: {error}") from None
 
 
 def _make_critic(model: Any) -> Critic:
@@ -406,8 +370,6 @@ def _make_critic(model: Any) -> Critic:
 def _with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:
     from peft import LoraConfig, get_peft_model
 
-    if isinstance(lora, int) and lora < 1:
-        raise SettingsError(f"lora must be a rank of at least 1, options of peft.LoraConfig, or None, got {lora}")
     options = {"r": lora, "lora_alpha": 2 * lora} if isinstance(lora, int) else dict(lora)
     options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "lora_dropout": 0.0} | options
     if options["lora_dropout"]:
@@ -425,16 +387,10 @@ def _check_adapter(model: Any) -> None:
     """Raise SettingsError if the base model is not frozen, or the adapter cannot be merged into its weights."""
     config = model.active_peft_config
     if (bias := getattr(config, "bias", "none")) != "none":
-        raise SettingsError(
-            f'lora bias must be "none", got {bias!r}: the biases of the base model would be trained, so that '
-            "reference() would not be the model before training"
-        )
+        raise SettingsError(f'lora bias must be "none", got {bias!r}, which would train biases of reference()')
     if (init := getattr(config, "init_lora_weights", True)) not in _INITIALIZATIONS:
         allowed = ", ".join(map(repr, _INITIALIZATIONS))
-        raise SettingsError(
-            f"init_lora_weights must be one of {allowed}, got {init!r}: others change the base model, so that "
-            "reference() would not be the model before training"
-        )
+        raise SettingsError(f"init_lora_weights must be one of {allowed}, got {init!r}, which changes reference()")
     plain = model.get_base_model()
     ends = (plain.get_input_embeddings(), plain.get_output_embeddings())
     changed = [type(module).__name__ for module in ends if any(p.requires_grad for p in module.parameters())]

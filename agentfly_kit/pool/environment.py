@@ -56,13 +56,7 @@ def reset_arguments(sandbox_type: type, task: Task, fields: Mapping[str, Any] | 
     """
     fields = task.fields if fields is None else fields
     arguments: dict[str, Any] = {}
-    parameters = _reset_parameters(sandbox_type)
-    for p in parameters:
-        if p.kind is p.POSITIONAL_ONLY:
-            raise TaskError(
-                f"{sandbox_type.__name__}.reset must accept keyword arguments, got the positional-only parameter "
-                f"{p.name!r}; remove the /"
-            )
+    for p in _reset_parameters(sandbox_type):
         if p.name == "task":
             arguments["task"] = task
         elif p.name == "seed":

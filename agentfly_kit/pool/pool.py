@@ -82,8 +82,7 @@ class Pool(Displayable, PoolCore[S]):
         if not isinstance(sandbox_type, type):
             raise SettingsError(f"sandbox_type must be a class such as PythonSandbox, got {sandbox_type!r}")
         check_count("size", size)
-        if not isinstance(min_idle, int) or not 0 <= min_idle <= size:
-            raise SettingsError(f"min_idle must be between 0 and size={size}, got {min_idle}")
+        check_count("min_idle", min_idle, 0)
         check_count("max_uses", max_uses, optional=True)
         check_positive(
             "number of seconds", start_timeout=start_timeout, max_lease=max_lease, acquire_timeout=acquire_timeout
@@ -271,8 +270,7 @@ class Pool(Displayable, PoolCore[S]):
         """
         slot = self._state.slots.get(sandbox)
         if slot is None:
-            have = ", ".join(map(str, self._state.slots)) or "none"
-            raise SettingsError(f"sandbox must be the number of a {self.name} in this pool ({have}), got {sandbox}")
+            raise SettingsError(f"sandbox must be one of {', '.join(map(str, self._state.slots))}, got {sandbox}")
         self._dispatch(self._state.recycle, slot, close)
 
     async def close(self) -> None:
@@ -324,10 +322,7 @@ def _check_sandbox_type(sandbox_type: Any, options: dict[str, Any]) -> None:
     for method in ("alive", "kill"):
         if inspect.iscoroutinefunction(getattr(sandbox_type, method, None)):
             raise SettingsError(f"{name}.{method} must not be async, because the pool calls it without waiting")
-    try:
-        signature = inspect.signature(sandbox_type)
-    except ValueError:  # a class without a signature
-        return
+    signature = inspect.signature(sandbox_type)
     try:
         signature.bind(**options)
     except TypeError as error:
@@ -335,6 +330,5 @@ def _check_sandbox_type(sandbox_type: Any, options: dict[str, Any]) -> None:
         wrong = next((each for each in options if each not in signature.parameters), "")
         hint = suggest_keyword(wrong, [*inspect.signature(Pool).parameters, *signature.parameters])
         raise SettingsError(f"{name}: {error}; it takes {names}{hint}") from None
-    validate = getattr(sandbox_type, "validate_options", None)
-    if validate is not None:
-        validate(**options)
+    if hasattr(sandbox_type, "validate_options"):
+        sandbox_type.validate_options(**options)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
 from agentfly_kit import losses
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import SettingsError, check_accepts, check_choice, check_types, checks_keywords
+from agentfly_kit.errors import SettingsError, check_accepts, check_choice, check_settings, checks_keywords
 
 if TYPE_CHECKING:
     from agentfly_kit.ppo.inputs import MicroBatch
@@ -28,14 +27,6 @@ _ROW_WISE = ("gspo", "gmpo")
 Aggregate: TypeAlias = losses.AggregateMode | Mapping[str, Any]
 OldLogprobs: TypeAlias = Literal["auto", "engine", "recompute"]
 Correction: TypeAlias = Literal["token", "sequence"] | Mapping[str, Any]
-
-
-def check_at_least(config: Any, minimum: int, *names: str) -> None:
-    """Raise SettingsError if one of the named settings is below `minimum` or NaN. None is accepted."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and not value >= minimum:
-            raise SettingsError(f"{name} must be at least {minimum}, got {value!r}")
 
 
 @checks_keywords
@@ -118,18 +109,30 @@ class PPOConfig(Displayable):
     autocast: Literal["bfloat16"] | None = None
     checkpointing: bool = False
 
+    # See `check_settings`.
+    _limits: ClassVar[Mapping[str, Any]] = {
+        "clip": "of at least 0",
+        "clip_high": "of at least 0",
+        "dual_clip": "above 1",
+        "value_coef": "of at least 0",
+        "value_clip": "of at least 0",
+        "kl_coef": "of at least 0",
+        "kl_kind": losses.KLKind,
+        "kl_in": Literal["loss", "reward"],
+        "entropy_coef": "of at least 0",
+        "epochs": "of at least 1",
+        "minibatch": "of at least 1",
+        "micro_tokens": "of at least 1",
+        "max_grad_norm": "above 0",
+        "target_kl": "above 0",
+        "old_logprobs": OldLogprobs,
+        "max_lag": "of at least 0",
+        "autocast": Literal["bfloat16", None],
+    }
+
     def __post_init__(self) -> None:
-        check_types(self)
-        check_choice("kl_kind", self.kl_kind, losses.KLKind)
-        check_choice("kl_in", self.kl_in, Literal["loss", "reward"])
-        check_choice("old_logprobs", self.old_logprobs, OldLogprobs)
-        check_choice("autocast", self.autocast, Literal["bfloat16", None])
-        check_at_least(self, 1, "epochs", "minibatch", "micro_tokens")
-        check_at_least(self, 0, "value_coef", "value_clip", "kl_coef", "entropy_coef", "max_lag")
-        for name in ("max_grad_norm", "target_kl"):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise SettingsError(f"{name} must be above 0, or None, got {value!r}")
-        self.aggregate_options()
+        check_settings(self, self._limits)
+        check_choice("aggregate", self.aggregate_options().get("how"), losses.AggregateMode)
 
         # The functions in af.losses validate their own options. Call them with one token to check the settings.
         one = torch.zeros(1, 1)
@@ -140,10 +143,10 @@ class PPOConfig(Displayable):
             try:
                 losses.importance_weights(one, one, one == 0, **self.correction_options())
             except (TypeError, ValueError) as error:
-                raise SettingsError(
-                    "correction must be 'token', 'sequence', or a dict of options of losses.importance_weights, got "
-                    f"{self.correction!r}: {error}"
-                ) from error
+                raise SettingsError(f"correction={self.correction!r}: {error}") from error
+        options = self.aggregate_options()
+        index = [0] if options["how"] == "trajectory_mean" else None
+        losses.aggregate(one, one == 0, trajectory_index=index, **options)
 
     def policy_loss(self) -> PolicyLoss:
         """Return the policy loss with its clip options."""
@@ -157,16 +160,7 @@ class PPOConfig(Displayable):
     def aggregate_options(self) -> dict[str, Any]:
         """Return `aggregate` as keyword arguments of `losses.aggregate`."""
         given: Any = self.aggregate
-        options = dict(given) if isinstance(given, Mapping) else {"how": given}
-        modes = get_args(losses.AggregateMode)
-        if options.get("how") not in modes or not options.keys() <= {"how", "empty_rows", "count", "denominator"}:
-            raise SettingsError(
-                f"aggregate must be one of {', '.join(map(repr, modes))}, or a dict with 'how' and optionally "
-                f"'count', 'empty_rows' or 'denominator', got {self.aggregate!r}"
-            )
-        if (options["how"] == "fixed") != ("denominator" in options):
-            raise SettingsError(f"aggregate must have a 'denominator' if and only if 'how' is 'fixed', got {options!r}")
-        return options
+        return dict(given) if isinstance(given, Mapping) else {"how": given}
 
     def replace(self, **changes: Any) -> Self:
         """Return a copy with other settings. Raise SettingsError if a value is invalid."""
@@ -196,10 +190,6 @@ class PolicyLoss:
         if loss not in names:
             raise SettingsError(f"loss must be one of {', '.join(map(repr, names))}, or a function, got {loss!r}")
         function = getattr(losses, loss)
-        accepted = inspect.signature(function).parameters
-        for name, value in options.items():
-            if name not in accepted:
-                raise SettingsError(f"loss={loss!r} takes no {name}, got {name}={value!r}")
         return cls(functools.partial(function, **options) if options else function, loss)
 
     def __call__(self, logprobs: Tensor, micro: MicroBatch) -> Tensor:
@@ -212,12 +202,10 @@ class PolicyLoss:
             per_row = self.function(*rows, micro.mask)
             if per_row.shape != micro.mask.shape:
                 raise SettingsError(
-                    "loss must return one loss per token, without a mean over tokens (see aggregate=), as a tensor of "
+                    "loss must return one loss per token, without a mean, as a tensor of "
                     f"shape {tuple(micro.mask.shape)}, got {tuple(per_row.shape)}"
                 )
             per_token = per_row[micro.mask]
-        if not per_token.requires_grad:
-            raise SettingsError("loss must be differentiable with respect to the logprobs, got one that is not")
         if micro.importance_weights is not None:
             per_token = per_token * micro.importance_weights
         return per_token * micro.token_weight

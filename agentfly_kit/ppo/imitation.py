@@ -12,7 +12,7 @@ import torch
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.batch.collate import Advantages, collate
-from agentfly_kit.errors import BatchError, SettingsError, check_count, check_positive, checks_keywords
+from agentfly_kit.errors import BatchError, SettingsError, checks_keywords
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PPOConfig
 from agentfly_kit.ppo.inputs import minibatches
@@ -105,11 +105,8 @@ async def imitate(
     Raises:
         AlignmentError: If a weight is negative or not finite, or the weights have the wrong shape.
         BatchError: If there is nothing to imitate, or a trajectory has no token ids.
-        SettingsError: If a setting is invalid.
+        SettingsError: If `lr` is not a positive finite number.
     """
-    check_count("epochs", epochs)
-    check_count("minibatch", minibatch)
-    check_positive("number", lr=lr)
     batch = collate(rollout, weights, imitate=True if authors is None else authors)
     generator = torch.Generator().manual_seed(seed)
     order = [rows for _ in range(epochs) for rows in minibatches(batch, minibatch, generator)]

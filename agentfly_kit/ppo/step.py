@@ -23,7 +23,7 @@ from torch import Tensor
 from agentfly_kit import losses
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch, drop_counts
-from agentfly_kit.errors import SettingsError, TrainingError, check_positive, checks_keywords
+from agentfly_kit.errors import SettingsError, TrainingError, check_value, checks_keywords
 from agentfly_kit.policy.cpu import single_torch_thread, warn_if_bfloat16_is_slow
 from agentfly_kit.policy.forward import ForwardOutput
 from agentfly_kit.policy.policy import Policy
@@ -385,7 +385,7 @@ def adamw(
 
     Source:  The default betas and the factor ten were chosen by measurements on the calculator task.
     """
-    check_positive("number", lr=lr)
+    check_value("lr", lr, limit="above 0")
     policy.check_head()
     types = {p.dtype for p in policy.parameters() if p.requires_grad}
     if torch.float16 in types:

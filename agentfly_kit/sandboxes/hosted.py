@@ -123,10 +123,7 @@ class HostedSandbox(Sandbox):
         """Copy this sandbox's folder to another sandbox. The caller holds the locks of both sandboxes."""
         for path, kind, mode, size, mtime, link in await self._request_locked("list_home"):
             if kind == "other":
-                raise SandboxError(
-                    f"this {type(self).__name__} cannot fork: {path!r} is a pipe, a socket or a device, "
-                    "which cannot be copied"
-                )
+                raise SandboxError(f"this {type(self).__name__} cannot fork: {path!r} is a pipe, socket or device")
             entry: dict[str, Any] = {"path": path, "kind": kind, "mode": mode, "link": link}
             if kind != "file":
                 await into._request_locked("put", entries=[entry])
@@ -140,9 +137,7 @@ class HostedSandbox(Sandbox):
     async def _copying(self: G, into: G) -> AsyncIterator[None]:
         """Hold the locks of both sandboxes during a copy. Empty `into` first, and reset it if the copy fails."""
         if not isinstance(into, type(self)) or into is self:
-            raise SandboxError(
-                f"a {type(self).__name__} can fork only into another {type(self).__name__}, got {into!r}"
-            )
+            raise SandboxError(f"into must be another {type(self).__name__}, got {into!r}")
         try:
             async with self._exclusive(), into._exclusive():
                 try:
@@ -190,8 +185,6 @@ def seed_entries(files: Files, folder: str) -> list[dict[str, Any]]:
                 raise SettingsError(
                     f"files must have paths within the sandbox's folder, such as 'src/main.py', got {path!r}"
                 )
-            if not isinstance(content, str | bytes):
-                raise SettingsError(f"files[{path!r}] must be str or bytes, got {type(content).__name__}")
             data = content.encode() if isinstance(content, str) else content
             found += file_chunks(os.path.join(folder, path), 0o644, data)
         return found

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from agentfly_kit._display import Displayable
 
-from ..errors import SandboxError, SettingsError
+from ..errors import SandboxError, SettingsError, check_count, check_instance
 from .call import CONTROL_SECONDS, ENDED_BY_CODE, GRACE_SECONDS, OUT_OF_MEMORY, Call, JSONLines, Watch, death_message
 from .host import container, process
 from .host import isolation as levels
@@ -80,11 +80,8 @@ class Sandbox(Startable):
     ) -> None:
         if isinstance(preload, str) or preload is None:
             raise SettingsError(f"preload must be a list of module names, got {preload!r}")
-        if not isinstance(max_output, int) or max_output < 256:
-            raise SettingsError(f"max_output must be at least 256 bytes, got {max_output}")
-        for name, value in (("network", network), ("packages", packages)):
-            if not isinstance(value, bool):
-                raise SettingsError(f"{name} must be True or False, got {value!r}")
+        check_count("max_output", max_output, 256)
+        check_instance("packages", packages, bool, "True or False")
         if not isinstance(isolation, Container):
             levels.check_level(isolation)
         self.limits = Limits(memory_mb, processes, cpu_seconds, disk_mb, network)
@@ -393,12 +390,10 @@ class Sandbox(Startable):
             os.set_blocking(pipe, False)
         with data:
             inside = (data.fileno(), out_inside, err_inside)
-            sent = self._command("fresh", inside, serial=self._serial, wipe=wipe)
+            self._command("fresh", inside, serial=self._serial, wipe=wipe)
         os.close(out_inside)
         os.close(err_inside)
         try:
-            if not sent:
-                raise SandboxError("the sandbox has died")
             reply = await self._expect("fresh", self._serial, within or CONTROL_SECONDS)
             if reply.get("error"):
                 raise SandboxError(f"the sandbox could not start a new interpreter: {reply['error']}")
@@ -416,8 +411,7 @@ class Sandbox(Startable):
         Raises:  SandboxError if the sandbox is dead or does not answer.
         """
         serial = next(self._questions)
-        if not self._command("count", serial=serial):
-            raise SandboxError("the sandbox has died")
+        self._command("count", serial=serial)
         processes = (await self._expect("count", serial, CONTROL_SECONDS)).get("processes")
         return None if processes is None else int(processes)
 

@@ -119,12 +119,6 @@ class ShellSandbox(HostedSandbox):
         """Raise SandboxError if processes other than the interpreter and `shells` shells are running in the sandbox."""
         processes = await self.count_processes()
         if processes is None:
-            raise SandboxError(
-                f"this {type(self).__name__} cannot fork: this kernel does not list the children of a process, so "
-                "background processes cannot be ruled out"
-            )
+            raise SandboxError(f"this {type(self).__name__} cannot fork: this kernel does not list its processes")
         if (others := processes - 1 - shells) > 0:
-            raise SandboxError(
-                f"this {type(self).__name__} cannot fork: {others} background process{'' if others == 1 else 'es'} "
-                "still running"
-            )
+            raise SandboxError(f"this {type(self).__name__} cannot fork: background processes are running: {others}")

@@ -11,9 +11,9 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ..errors import SandboxError, SettingsError, ToolError, check_count, check_positive
+from ..errors import SandboxError, SettingsError, ToolError, check_choice, check_count, check_positive
 from .hosted import COPY_SECONDS, HostedSandbox, file_chunks
 from .inside.values import decode
 from .result import SandboxResult
@@ -93,8 +93,7 @@ class SQLSandbox(HostedSandbox):
         max_rows: int = 100,
         **settings: Any,
     ) -> None:
-        if engine not in ("sqlite", "duckdb"):
-            raise SettingsError(f"engine must be 'sqlite' or 'duckdb', got {engine!r}")
+        check_choice("engine", engine, Literal["sqlite", "duckdb"])
         if engine == "duckdb" and importlib.util.find_spec("duckdb") is None:
             raise SettingsError("engine='duckdb' needs duckdb; type: pip install \"agentfly_kit[sql]\"")
         check_count("max_rows", max_rows)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from agentfly_kit.chat.chat import Chat
-from agentfly_kit.errors import SettingsError, check_count
+from agentfly_kit.errors import SettingsError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.trajectories import Trajectory
@@ -209,11 +209,9 @@ def learner(
         seed: seed of the weights and of the random number generator.
 
     Raises:
-        SettingsError: if a count is below 1, or `lr` is not a positive finite number.
+        SettingsError: if `lr` is not a positive finite number.
         BatchError: if a conversation has no message of the assistant.
     """
-    check_count("steps", steps)
-    check_count("batch", batch)
     given = list(tools)
     schemas = given if given and isinstance(given[0], dict) else list(ToolSet(given).schemas)
     made = _untrained(words, seed)

@@ -90,10 +90,6 @@ class InjectedFunction(Generic[P, R]):
         shown = getattr(function, "__qualname__", repr(function))
         if isinstance(function, InjectedFunction):
             raise self.error_type(f"{function.name} is already a {function.kind}; decorate the function only once")
-        if isinstance(function, staticmethod | classmethod):
-            raise self.error_type(
-                f"put @staticmethod above @af.{self.kind}, not below it; a classmethod cannot be a {self.kind}"
-            )
         own_name = ""
         ready = inspect.isroutine(function) or inspect.isclass(function) or isinstance(function, functools.partial)
         if self.kind == "tool" and callable(function) and not ready:
@@ -110,8 +106,6 @@ class InjectedFunction(Generic[P, R]):
         self.timeout = timeout
         source_of(function)  # read the source now, because the file may change later
         self._injected_names = injected_names or ()
-        if timeout is not None and not timeout > 0:
-            raise self._error(f"timeout must be above 0 seconds, or None for no limit, got {timeout!r}")
         try:
             annotations = type_hints(plain)
         except Exception as error:
@@ -293,8 +287,6 @@ class FunctionSet(Sequence[F]):
             return type(self)(self._functions[key])
         if isinstance(key, int):
             return self._functions[key]
-        if key not in self._by_name:
-            raise KeyError(f"{key!r} must be one of the names: {', '.join(self.names) or 'none'}")
         return self._by_name[key]
 
     def _ipython_key_completions_(self) -> list[str]:

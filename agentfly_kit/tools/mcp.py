@@ -54,14 +54,10 @@ async def mcp(
         max_chars: maximum length of an observation in characters, or None.
 
     Raises:
-        SettingsError: if an argument is invalid, or the package `mcp` is not installed.
+        SettingsError: if the package `mcp` is not installed.
         SandboxError: if the server cannot be started or does not answer.
         ToolSchemaError: if the schema of a tool is invalid.
     """
-    if isinstance(sessions, bool) or not isinstance(sessions, int) or sessions < 0:
-        raise SettingsError(f"sessions must be an integer of at least 0 (0 shares one session), got {sessions!r}")
-    if not timeout > 0:
-        raise SettingsError(f"timeout must be above 0 seconds, got {timeout!r}")
     connect, label = _connector(server)
 
     class MCPSession(_Session):
@@ -95,14 +91,10 @@ def _connector(server: Any) -> tuple[Callable[[Any], Any], str]:
     if isinstance(server, str) and re.match(r"https?://", server):
         return lambda _: server, server
     if isinstance(server, str) or (isinstance(server, Sequence) and all(isinstance(part, str) for part in server)):
-        command = shlex.split(server) if isinstance(server, str) else list(server)
-        if not command:
-            raise SettingsError(f"server must be a URL or a non-empty command, got {server!r}")
-        server = StdioServerParameters(command=command[0], args=command[1:])
+        command, *arguments = shlex.split(server) if isinstance(server, str) else server
+        server = StdioServerParameters(command=command, args=arguments)
     if isinstance(server, StdioServerParameters):
         return lambda errors: stdio_client(server, errlog=errors), " ".join([server.command, *server.args])
-    if server is None or isinstance(server, bool | int | float | bytes | dict):
-        raise SettingsError(f"server must be a URL, a command, or a value that mcp.Client accepts, got {server!r:.80}")
     return lambda _: server, type(server).__name__
 
 

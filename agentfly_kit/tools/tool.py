@@ -16,7 +16,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 from agentfly_kit._async.pending_call import PendingCall, pending_call
 from agentfly_kit._display import Displayable
@@ -72,12 +72,6 @@ class Tool(Displayable, InjectedFunction[P, R]):
                 f"the name of a tool must consist of letters, digits, _ and -, got {self.name!r}; "
                 "choose another name: @af.tool(name=...)"
             )
-        if max_chars is not None and max_chars < 1:
-            raise self._error(f"max_chars must be at least 1, or None for no limit, got {max_chars!r}")
-        if describe not in get_args(Describe):
-            raise self._error(f"describe must be 'required' or 'optional', got {describe!r}")
-        if description is not None and not isinstance(description, str):
-            raise self._error(f"description must be a string or None, got {description!r:.80}")
         plain = underlying(self.function)
         # If `__call__` has no docstring, use the docstring of its class. `getdoc` would return that of `type.__call__`.
         is_object = plain.__name__ == "__call__" and not plain.__doc__
@@ -86,8 +80,6 @@ class Tool(Displayable, InjectedFunction[P, R]):
         self.description = documentation if description is None else description
         if schema is not None:
             self._arguments = Arguments.from_schema(self.name, schema)
-            if both := set(self._arguments.parameters) & set(self._hidden):
-                raise self._error(f"the schema must not contain injected parameters, got {sorted(both)[0]!r}")
         else:
             visible = [p for p in self._parameters.values() if p.name not in self._hidden]
             self._arguments = Arguments(self.name, visible, documented, describe == "optional")
@@ -233,8 +225,6 @@ class Tool(Displayable, InjectedFunction[P, R]):
                 f"{self.name} takes {self._arguments.signature}, got {len(positional)} positional arguments"
             )
         for name, value in zip(visible, positional, strict=False):
-            if name in arguments:
-                raise TypeError(f"{self.name} got {name!r} twice")
             arguments[name] = value
         if "task" in visible and task is not _NOT_GIVEN:
             arguments["task"], task = task, _NOT_GIVEN

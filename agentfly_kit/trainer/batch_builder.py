@@ -211,17 +211,16 @@ def check_teacher(teacher: Policy | Engine | None, agent: AgentSettings, policy:
         return
     if teacher is policy or teacher is agent.engine:
         raise SettingsError("teacher must not be the policy that is trained; use policy.copy()")
-    if isinstance(teacher, Engine) and type(teacher).check_teacher is not Engine.check_teacher:
-        if agent.sampling.temperature != 1:
-            raise SettingsError(
-                "a teacher engine scores at temperature 1, so Agent(sampling=) must sample at temperature 1, got "
-                f"{agent.sampling.temperature}"
-            )
-        return
-    if not isinstance(teacher, Policy):
+    if isinstance(teacher, Policy):
+        teacher.check_head()
+        check_scorer(teacher.chat, teacher.max_length, agent.chat, agent.engine.max_length)
+    elif not isinstance(teacher, Engine) or type(teacher).check_teacher is Engine.check_teacher:
         raise SettingsError(f"teacher must be a Policy, a VLLMEngine, or an OpenAIEngine with vLLM, got {teacher!r}")
-    teacher.check_head()
-    check_scorer(teacher.chat, teacher.max_length, agent.chat, agent.engine.max_length)
+    elif agent.sampling.temperature != 1:
+        raise SettingsError(
+            f"temperature must be 1 with a teacher engine, which scores at temperature 1, got "
+            f"{agent.sampling.temperature}"
+        )
 
 
 def _with_rewards(trajectories: Iterable[Trajectory]) -> tuple[Trajectory, ...]:
@@ -233,21 +232,14 @@ def _with_rewards(trajectories: Iterable[Trajectory]) -> tuple[Trajectory, ...]:
 
 
 def _checked(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap an estimator so that BatchError is raised if the estimator fails or returns a wrong shape."""
+    """Wrap an estimator so that BatchError is raised if the estimator fails."""
     inner = getattr(estimator, "func", estimator)
     name = getattr(inner, "__name__", type(inner).__name__)
 
     def checked(rewards: Tensor, groups: Tensor) -> Tensor:
         try:
-            values = torch.as_tensor(estimator(rewards, groups), dtype=torch.float32)
+            return torch.as_tensor(estimator(rewards, groups), dtype=torch.float32)
         except Exception as error:
             raise BatchError(f"the advantage function {name} raised {type(error).__name__}: {error}") from error
-        if values.ndim not in (1, 2) or len(values) != len(rewards):
-            n = len(rewards)
-            raise BatchError(
-                f"the advantage function {name} must return the shape ({n},) for {n} rewards, or ({n}, K) with one "
-                f"advantage per sampled turn, got the shape {tuple(values.shape)}"
-            )
-        return values
 
     return checked

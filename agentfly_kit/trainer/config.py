@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -17,15 +16,8 @@ from agentfly_kit.advantages.turns import Attribution
 from agentfly_kit.agent.budget import Budget
 from agentfly_kit.batch.collate import AdvantagePer, TruncationMode
 from agentfly_kit.batch.filters import Filter, is_group_filter
-from agentfly_kit.errors import (
-    SettingsError,
-    check_accepts,
-    check_choice,
-    check_instance,
-    check_positive,
-    checks_keywords,
-)
-from agentfly_kit.ppo.config import PPOConfig, check_at_least
+from agentfly_kit.errors import SettingsError, check_accepts, check_instance, checks_keywords
+from agentfly_kit.ppo.config import PPOConfig
 from agentfly_kit.trainer.run_dir import KeepPolicies
 from agentfly_kit.types import Task
 
@@ -169,85 +161,83 @@ class TrainConfig(PPOConfig):
     save_rollouts: bool = False
     seed: int = 0
 
+    _limits: ClassVar[Mapping[str, Any]] = {
+        **PPOConfig._limits,
+        "steps": "of at least 1",
+        "tasks_per_step": "of at least 1",
+        "group_size": "of at least 1",
+        "attribution": Attribution,
+        "teacher_coef": "of at least 0",
+        "advantage_per": AdvantagePer,
+        "row_credit": RowCredit,
+        "row_discount": "of at least 0 and at most 1",
+        "lr": "above 0",
+        "lr_end": "of at least 0",
+        "kl_target": "above 0",
+        "kl_horizon": "above 0",
+        "max_kl": "above 0",
+        "overlap": Literal[0, 1],
+        "refill": "of at least 0",
+        "truncated": TruncationMode,
+        "max_concurrency": "of at least 1",
+        "checkpoint_every": "of at least 1",
+        "keep": KeepPolicies,
+    }
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_at_least(self, 1, "steps", "tasks_per_step", "group_size", "checkpoint_every", "max_concurrency")
-        check_at_least(self, 0, "refill", "teacher_coef")
-        if not math.isfinite(self.teacher_coef) or (self.advantage == "none" and self.teacher_coef == 0):
-            raise SettingsError(
-                f"teacher_coef must be a finite number, and above 0 with advantage='none', got {self.teacher_coef}"
-            )
-        check_choice("overlap", self.overlap, Literal[0, 1])
-        check_choice("keep", self.keep, KeepPolicies)
-        check_choice("truncated", self.truncated, TruncationMode)
-        check_choice("advantage_per", self.advantage_per, AdvantagePer)
-        check_choice("attribution", self.attribution, Attribution)
-        check_choice("row_credit", self.row_credit, RowCredit)
         # First the advantage, because the other checks depend on the name of its estimator.
         self._check_advantage()
         self._check_effects()
-        # Ranges of single settings, which the types do not express.
-        check_positive("number", lr=self.lr)
-        if self.lr_end is not None and not 0 <= self.lr_end < math.inf:
-            raise SettingsError(f"lr_end must be a finite number of at least 0, or None, got {self.lr_end}")
-        if self.lr_end is not None and self.lr < self.lr_end == TrainConfig.lr_end:
-            raise SettingsError(
-                f"lr_end must be set with lr={self.lr:g}, which is below the default lr_end={self.lr_end:g}: the rate "
-                f"would rise; use lr_end=None or lr_end={self.lr / 10:g}"
-            )
-        if self.max_kl is not None and not self.max_kl > 0:
-            raise SettingsError(f"max_kl must be above 0, or None for no limit, got {self.max_kl}")
-        if self.kl_target is not None and not (self.kl_target > 0 and self.kl_coef > 0):
-            raise SettingsError(
-                f"kl_target and the initial kl_coef must be above 0, got kl_target={self.kl_target} with "
-                f"kl_coef={self.kl_coef}"
-            )
-        if not 0 <= self.row_discount <= 1:
-            raise SettingsError(f"row_discount must be from 0 to 1, got {self.row_discount}")
-        # Objects and functions, which would otherwise fail only after the first rollout.
-        authors: Any = self.authors
-        names = (authors,) if isinstance(authors, str | None) else authors
-        if not isinstance(names, list | tuple) or not names or not all(isinstance(name, str | None) for name in names):
-            raise SettingsError(f"authors must be a name, a tuple of names, or None for all, got {authors!r}")
-        if not (self.difficulty is None or isinstance(self.difficulty, str)):
-            check_accepts("difficulty", self.difficulty, "task")
-        for name in ("budget", "group_budget"):
-            check_instance(name, getattr(self, name), Budget | None, "an af.Budget, such as af.Budget(tokens=1000)")
-        if self.branch is not None:
-            from agentfly_kit.agent.branching import Branch
-
-            check_instance("branch", self.branch, Branch, "an af.Branch, such as af.Branch(initial=4)")
-        filters: Any = self.filters
-        if not isinstance(filters, list | tuple):
-            raise SettingsError(
-                f"filters must be a list of functions, such as [af.filters.equal_rewards], got {filters!r}"
-            )
-        for each in filters:
+        check_instance("filters", self.filters, list | tuple, "a list of functions, such as af.filters.equal_rewards")
+        for each in self.filters:
             is_group_filter(each)
+        check_instance("authors", self.authors, str | list | tuple | None, "a name, a tuple of names, or None for all")
+        if not isinstance(self.difficulty, str | None):
+            check_accepts("difficulty", self.difficulty, "task")
         # Combinations in which a setting would be ignored, or an estimator would get inputs that a run does not have.
-        if self.refill and not filters:
-            raise SettingsError(f"refill={self.refill} needs filters=, such as [af.filters.equal_rewards]")
-        if self.truncated == "bootstrap" and self.advantage != "gae":
-            raise SettingsError(f"truncated='bootstrap' needs the values of advantage='gae', got {self.advantage!r}")
-        if self.truncated == "penalty" and self.advantage == "none":
-            raise SettingsError("truncated='penalty' has no effect with advantage='none'; use 'score' or 'mask'")
-        if self.advantage == "gdpo" and (self.truncated == "penalty" or (self.kl_in == "reward" and self.kl_coef > 0)):
-            raise SettingsError("advantage='gdpo' needs unmodified rewards; use truncated='score' and kl_in='loss'")
-        if self.advantage == "remax" and self.overlap:
-            raise SettingsError("overlap must be 0 for advantage='remax', so that all chains use the same weights")
-        if self.advantage_per == "row" and self.advantage in (
-            *_EXTENDED_ESTIMATORS,
-            *TURN_ESTIMATORS,
-            *TOKEN_ESTIMATORS,
-        ):
-            raise SettingsError(
-                f"advantage_per must be 'trajectory' for advantage={self.advantage!r}, which requires whole chains"
-            )
-        if self.advantage_per == "row" and self.kl_in == "reward" and self.kl_coef > 0:
-            raise SettingsError(
-                "advantage_per must be 'trajectory' for kl_in='reward', because the penalty is summed over all rows of "
-                "a chain; use kl_in='loss'"
-            )
+        name = self.advantage
+        shaped = self.kl_in == "reward" and self.kl_coef > 0
+        whole = (*_EXTENDED_ESTIMATORS, *TURN_ESTIMATORS, *TOKEN_ESTIMATORS)
+        conflicts = [
+            (
+                name == "none" and self.teacher_coef == 0,
+                "teacher_coef must be above 0 with advantage='none', got 0",
+            ),
+            (
+                self.lr_end is not None and self.lr < self.lr_end == TrainConfig.lr_end,
+                f"lr_end must be set with lr={self.lr:g}, which is below the default lr_end={self.lr_end}; "
+                f"use lr_end=None or lr_end={self.lr / 10:g}",
+            ),
+            (
+                self.truncated == "bootstrap" and name != "gae",
+                f"truncated='bootstrap' needs the values of advantage='gae', got {name!r}",
+            ),
+            (
+                self.truncated == "penalty" and name == "none",
+                "truncated='penalty' has no effect with advantage='none'; use 'score' or 'mask'",
+            ),
+            (
+                name == "gdpo" and (self.truncated == "penalty" or shaped),
+                "advantage='gdpo' needs unmodified rewards; use truncated='score' and kl_in='loss'",
+            ),
+            (
+                name == "remax" and self.overlap == 1,
+                "overlap must be 0 for advantage='remax', so that all chains use the same weights",
+            ),
+            (
+                self.advantage_per == "row" and name in whole,
+                f"advantage_per must be 'trajectory' for advantage={name!r}, which requires whole chains",
+            ),
+            (
+                self.advantage_per == "row" and shaped,
+                "advantage_per must be 'trajectory' for kl_in='reward', whose penalty is summed over all rows of a "
+                "chain; use kl_in='loss'",
+            ),
+        ]
+        for wrong, text in conflicts:
+            if wrong:
+                raise SettingsError(text)
 
     def _check_advantage(self) -> None:
         """Raise SettingsError unless `advantage` is the name of an estimator, or a function of rewards and groups."""
@@ -273,7 +263,9 @@ class TrainConfig(PPOConfig):
     def _check_effects(self) -> None:
         """Raise SettingsError if a setting that was changed from its default has no effect."""
         conditions = {
+            "kl_target": ("with kl_coef above 0", self.kl_coef > 0),
             "kl_horizon": ("with kl_target", self.kl_target is not None),
+            "refill": ("with filters", bool(self.filters)),
             "sum_turn_rewards": (
                 "with estimators that compare the rewards of whole chains",
                 self.advantage not in SEE_TURN_REWARDS,

@@ -76,14 +76,8 @@ class Run(Displayable):
                 return False
             raise RunError(f"{file} is damaged ({error}); use another folder, or resume=False to start over") from error
         # The file is read also with resume=False, because a newer format must not be overwritten.
-        version = about.get("version", 0)
         if not resume:
             return False
-        if version < _VERSION:
-            raise RunError(
-                f"{file} was written by agentfly_kit 0.1, which names settings differently, and cannot be continued; "
-                "use another folder, or resume=False to replace the run"
-            )
         if about["fingerprint"] != wanted:
             lines = "\n".join(differences(about["fingerprint"], wanted))
             raise RunMismatch(
@@ -284,11 +278,8 @@ class Run(Displayable):
         Raises:
             RunError: If the policy was not kept, or the run has no evaluation or no checkpoint.
         """
-        if best:
-            if step is not None:
-                raise RunError(f"step must be None with best=True, got {step}")
-            if (step := _best_step(self.records)) is None:
-                raise RunError(f"best=True needs a run with evaluations, got none in {self.path}; use evaluate_every=")
+        if best and (step := _best_step(self.records)) is None:
+            raise RunError(f"best=True needs a run with evaluations, got none in {self.path}; use evaluate_every=")
         kept = self._kept_policies()
         if step is None and (newest := self.checkpoint) is not None:
             return Policy.load(newest, **options)

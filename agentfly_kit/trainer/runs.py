@@ -100,8 +100,6 @@ class Runs(Displayable, Sequence[Run]):
     def __getitem__(self, key: slice) -> Runs: ...
     def __getitem__(self, key: int | str | slice) -> Run | Runs:
         if isinstance(key, str):
-            if key not in self._runs:
-                raise KeyError(f"{key!r} must be one of the runs: {', '.join(self._runs) or 'none'}")
             return self._runs[key]
         names = list(self._runs)[key]
         return self._runs[names] if isinstance(names, str) else Runs({n: self._runs[n] for n in names}, {})

@@ -254,14 +254,9 @@ def _difficulties(tasks: Sequence[Task], difficulty: str | Callable[[Task], floa
         return [0.0] * len(tasks)
     out = []
     for task in tasks:
-        if not callable(difficulty) and difficulty not in task.fields:
-            known = ", ".join(task.fields) or "none"
-            raise SettingsError(
-                f"difficulty must be a field of every task, got {difficulty!r}, which task {task.id!r} lacks "
-                f"(its fields: {known})"
-            )
-        value: Any = difficulty(task) if callable(difficulty) else task.fields[difficulty]
+        value: Any = difficulty(task) if callable(difficulty) else task.fields.get(difficulty)
         if not isinstance(value, numbers.Real) or not math.isfinite(float(value)):
-            raise SettingsError(f"difficulty must be a finite number, got {value!r} for task {task.id!r}")
+            given = difficulty if isinstance(difficulty, str) else "a function"
+            raise SettingsError(f"difficulty must give a number, got {value!r} from {given!r} for task {task.id!r}")
         out.append(float(value))
     return out

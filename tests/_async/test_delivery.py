@@ -1,4 +1,4 @@
-"""Results of other threads: one wake-up for several, and nothing for closed loops."""
+"""Results of other threads: one wake-up for several."""
 
 import asyncio
 import threading
@@ -29,10 +29,3 @@ async def test_results_that_arrive_together_wake_the_loop_once(monkeypatch: pyte
     await errors.check(lambda: futures[7], ValueError, "last")
     assert len(wake_ups) == 1
     assert deliver((futures[1], "late")) and futures[1].result() == 1
-
-
-def test_delivery_to_a_closed_loop_returns_false() -> None:
-    loop = asyncio.new_event_loop()
-    future = loop.create_future()
-    loop.close()
-    assert not deliver((future, 1))

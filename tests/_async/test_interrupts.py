@@ -7,14 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import errors
-from agents import played, tasks
+from agents import Box, played, tasks
 from waiting import GUARD, until
 
 import agentfly_kit as af
-
-
-class Box:
-    async def reset(self) -> None: ...
 
 
 async def interrupted(wait: Callable[[], Awaitable[Any]], is_waiting: Callable[[], Any]) -> None:

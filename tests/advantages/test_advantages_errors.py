@@ -14,21 +14,13 @@ R, V, M = [0, 0, 0, 0, 0, 1], [0.2, 0.2, nan, 0.9, 0.5, 0.5], [1, 1, 0, 0, 1, 1]
 
 @errors.table(
     (lambda: adv.grpo([0, inf], [0, 0]), ValueError, "rewards[1] must be a finite number or NaN for unscored, got inf"),
-    (lambda: adv.grpo([0, 1], [[0], [0]]), af.errors.AlignmentError, "groups must have one hashable id per reward"),
     (
         lambda: adv.grpo([0, 1], [0, 0], std="unbiased"),
         af.errors.SettingsError,
         "'sample', 'population', None, got 'unbiased'",
     ),
     (lambda: adv.grpo([0, 1], [0, 0, 0]), af.errors.AlignmentError, "got 3 ids for 2 rewards"),
-    (lambda: adv.grpo([0, 1], "ab"), af.errors.AlignmentError, "got the string 'ab'"),
     (lambda: adv.grpo([[0], [1]], [0, 0]), af.errors.AlignmentError, "got (2, 1)"),
-    (
-        lambda: adv.grpo(["good", "bad"], [0, 0]),
-        af.errors.AlignmentError,
-        "rewards must be numbers, in rows of equal length",
-    ),
-    (lambda: adv.grpo_passk([1, 0], [0, 0], k=1), af.errors.SettingsError, "k must be at least 2"),
     (lambda: adv.maxrl([1, -1], [0, 0]), ValueError, "rewards[1] must be at least 0, got -1.0"),
     (lambda: adv.gdpo([1, 0], [0, 0]), af.errors.AlignmentError, "must have the shape (N, K)"),
     (lambda: adv.gdpo([[1, 0], [0, 1]], [0, 0], weights=[1]), af.errors.AlignmentError, "got 1 for 2 rewards"),
@@ -46,11 +38,6 @@ R, V, M = [0, 0, 0, 0, 0, 1], [0.2, 0.2, nan, 0.9, 0.5, 0.5], [1, 1, 0, 0, 1, 1]
     (lambda: adv.branch_weights([["r"], ["r"]], [0, 0]), ValueError, "two leaves end in"),
     (lambda: adv.branch_weights([["r", "a"], ["x", "a", "b"]], [0, 0]), ValueError, "two parents"),
     (lambda: adv.whiten([[0.0, nan]], [[1, 1]]), ValueError, "advantages[0, 1] must be a finite number"),
-    (
-        lambda: adv.row_credit(["a"], "geometric", discount=2),
-        af.errors.SettingsError,
-        "discount must be from 0 to 1, got 2",
-    ),
     (lambda: adv.reinforce_plus_plus([[-inf, 0]], [[1, 1]]), ValueError, "token_rewards[0, 0] must be a finite"),
     (lambda: adv.reinforce_plus_plus([[0.0, 1.0]], [[1, 0]]), ValueError, "token_rewards[0, 1] must be 0 or NaN"),
     (lambda: adv.reinforce_plus_plus([[0.0, -inf]], [[1, 0]]), ValueError, "token_rewards[0, 1] must be 0 or NaN"),

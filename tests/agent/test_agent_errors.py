@@ -10,7 +10,7 @@ from test_harness import harnessed, solve
 
 import agentfly_kit as af
 from agentfly_kit.chat.text_chat import TextChat
-from agentfly_kit.errors import AlignmentError, ChatTemplateError, RewardError, RunError, SettingsError, TaskError
+from agentfly_kit.errors import ChatTemplateError, RewardError, RunError, SettingsError, TaskError
 
 STRING = "must be Task objects, got the string 'What is 2+3?'; af.tasks_from"
 HARNESS = "must not be given with harness"
@@ -44,8 +44,7 @@ def rewarded(completions: list[str], answer: str, **kwargs: Any) -> list[float]:
     (lambda: rollout(share=(2, 2)), SettingsError, "share must be (i, n) with 0 <= i < n, got (2, 2)"),
     (lambda: rollout(group_size=0), SettingsError, "group_size must be an integer of at least 1, got 0"),
     (lambda: rollout(max_concurrency=0), SettingsError, "max_concurrency must be an integer of at least 1, got 0"),
-    (lambda: rollout(budget=100), SettingsError, "budget must be an af.Budget, such as "),
-    (lambda: rollout(budget=100), SettingsError, "got 100"),
+    (lambda: rollout(budget=100), SettingsError, "budget must be an af.Budget or None, got 100"),
     (lambda: rollout(group_budget={"tokens": 3}), SettingsError, "group_budget must be an af.Budget"),
     (lambda: af.Budget(tokens=0), SettingsError, "tokens must be"),
     (lambda: af.Budget(turns=1.5), SettingsError, "turns must be"),
@@ -60,23 +59,20 @@ def rewarded(completions: list[str], answer: str, **kwargs: Any) -> list[float]:
     (lambda: made(max_turns=0), SettingsError, "max_turns must be an integer of at least 1, got 0"),
     (lambda: made(max_turns=None), SettingsError, "max_turns must be an integer of at least 1, got None"),
     (lambda: made(max_tokens=0), SettingsError,
-     "max_tokens must be an integer of at least 1, or None for no limit, got 0"),
+     "max_tokens must be an integer of at least 1 or None, got 0"),
     (lambda: made(max_tool_calls=0), SettingsError,
-     "max_tool_calls must be an integer of at least 1, or None for no limit, got 0"),
+     "max_tool_calls must be an integer of at least 1 or None, got 0"),
     (lambda: made(max_concurrent_requests=0), SettingsError,
-     "max_concurrent_requests must be an integer of at least 1, or None for no limit, got 0"),
-    (lambda: made(timeout=0), SettingsError, "timeout must be above 0"),
-    (lambda: made(sampling={"temperature": 1}), SettingsError, "sampling must be"),
+     "max_concurrent_requests must be an integer of at least 1 or None, got 0"),
+    (lambda: made(timeout=0), SettingsError, "timeout must be a finite number above 0 or None, got 0"),
+    (lambda: made(sampling={"temperature": 1}), SettingsError, "sampling must be an af.Sampling, got {"),
     (lambda: made(tools=[put]), SettingsError, "got none for Box; add pools=[af.Pool(Box, size=8)]"),
     (lambda: made(reward=rewarded), RewardError,
      "parameters can be final, trajectory, context, a sandbox, or a field of the task"),
-    (lambda: made(nudge=""), SettingsError, "nudge must be a non-empty string or None, got ''"),
     (lambda: made(nudge=3), SettingsError, "nudge must be a string or None, got 3"),
     (lambda: made(max_nudges=2), SettingsError, "max_nudges has an effect only with nudge, got 2"),
     (lambda: made(nudge="x", max_nudges=0), SettingsError, "max_nudges must be an integer of at least 1, got 0"),
     (lambda: af.hooks.sliding_window(-1), SettingsError, "steps must be an integer of at least 0, got -1"),
-    (lambda: af.hooks.summarize(" "), SettingsError, "must be a non-empty string"),
-    (lambda: af.hooks.summarize(tokens=0), SettingsError, "tokens must be an integer of at least 1"),
     (lambda: made().last_run, SettingsError, "has not started a rollout yet"),
     *((lambda name=name, value=value: made(**{name: value}), SettingsError,
        f"{name} must be a function of ({parameters}), got {said}")
@@ -95,13 +91,9 @@ def recorded() -> Any:
 
 
 @errors.table(
-    (lambda: recorded()[0].annotate(3), SettingsError, "note must be a string, got 3"),
     (lambda: recorded().to_frame("rows"), SettingsError, "kind must be 'trajectories', 'turns' or 'tokens'"),
     (lambda: recorded().diff(af.Rollout()), SettingsError, "no task in common"),
     (lambda: af.Rollout.load("none.jsonl"), RunError, "cannot be read"),
-    *((lambda rows=rows: af.Trajectory("x", TASK, "g", 0, rows, "answered").rows, AlignmentError, "must start at 0")
-      for rows in (tuple(af.Turn("prompt", "task", (1,), row=row) for row in given)
-                   for given in ((1,), (0, 2), (0, 1, 0), (-1, 0)))),
 )  # fmt: skip
 async def test_errors_of_rollouts(call: Any, error: type[Exception], text: str) -> None:
     await errors.check(call, error, text)
@@ -122,15 +114,9 @@ async def stopped_by_max_turns() -> Any:
     (lambda: chain_of().force([-1]), SettingsError, "vocabulary"),
     (lambda: chain_of().force([400]), SettingsError, "vocabulary"),
     (lambda: chain_of().force([10**9]), SettingsError, "vocabulary"),
-    (lambda: chain_of().force("", end=False), SettingsError, "content must be text or token ids"),
-    *((lambda attempt=attempt: chain_of().sample(attempt=attempt), SettingsError,
-       "attempt must be an integer of at least 0") for attempt in (-1, 0.5, None)),
-    *((lambda n=n: chain_of().sample_turns(n), SettingsError, "n must be an integer of at least 1")
-      for n in (0, -1, 1.5)),
-    (lambda: chain_of().fork(number=0), SettingsError, "number must be an integer of at least 1"),
     (lambda: chain_of().fork(at=9), SettingsError, "at must be one of chain.turns, or its index, got 9"),
     (lambda: chain_of().act(), SettingsError, "nothing to run"),
-    (lambda: chain_of().act(), SettingsError, "await chain.sample() first"),
+    (lambda: chain_of().act(), SettingsError, "await chain.sample()"),
     (lambda: chain_of().observe("x"), SettingsError, "no complete action yet"),
     *((lambda to=to: chain_of().rewind(to=to), SettingsError, "chain.turns") for to in (7, -9)),
 )  # fmt: skip
@@ -152,20 +138,19 @@ def train_branching(size: int) -> Any:
 
 
 @errors.table(
-    (lambda: af.Branch(initial=0), SettingsError, "initial must be an integer of at least 1, got 0"),
-    (lambda: af.Branch(initial=2.0), SettingsError, "initial must be an integer of at least 1, got 2.0"),
+    (lambda: af.Branch(initial=0), SettingsError, "initial must be an integer of at least 1 or None, got 0"),
+    (lambda: af.Branch(initial=2.0), SettingsError, "initial must be an integer of at least 1 or None, got 2.0"),
     (lambda: af.Branch(width=0), SettingsError, "width must be an integer of at least 1, got 0"),
     (lambda: af.Branch(tokens=True), SettingsError, "tokens must be an integer of at least 1, got True"),
     (lambda: af.Branch(base=math.nan), SettingsError, "base must be a finite number, got nan"),
     (lambda: af.Branch(weight=math.inf), SettingsError, "weight must be a finite number, got inf"),
-    (lambda: af.Branch(threshold="high"), SettingsError, "threshold must be a finite number, got 'high'"),
+    (lambda: af.Branch(threshold="high"), SettingsError, "threshold must be a finite number or None, got 'high'"),
     (lambda: af.Branch(measure="variance"), SettingsError,
      "measure must be 'entropy', 'surprisal' or a function of a turn, got 'variance'"),
     (lambda: branched(coins(), 8, af.Branch(9)), SettingsError, "initial must be at most group_size=8, got 9"),
-    (lambda: branched(coins(), 8, 3), SettingsError, "branch must be an af.Branch, such as "),
+    (lambda: branched(coins(), 8, 3), SettingsError, "branch must be an af.Branch or None, got "),
     (lambda: branched(coins(), 8), SettingsError,
-     "a group of 8 leaves runs as a whole, so the pool of ForkingBox must be at least 8, got 4; increase it, or "
-     "set group_size to at most 4"),
+     "a group of 8 leaves runs as a whole, so the pool of ForkingBox must be at least 8, got 4; increase it"),
     (lambda: branched(played(["5"]), 80), SettingsError, "so max_concurrency must be at least 80, got 64"),
     (lambda: branched(agent(engine=af.LocalEngine(agent().engine.policy, slots=8)), 40), SettingsError,
      "the slots of the engine must be"),
@@ -175,10 +160,10 @@ def train_branching(size: int) -> Any:
     (lambda: branched(agent(tools=(), harness=lambda endpoint: None)), SettingsError, "combined with Agent(harness="),
     (lambda: branched(scripted(["5"])), SettingsError, "branch needs entropies, which ScriptedEngine does not report"),
     (lambda: branched(scripted(["5"]), branch=af.Branch(measure="surprisal")), SettingsError,
-     "needs logprobs, which ScriptedEngine does not report"),
+     "branch needs logprobs, which ScriptedEngine does not report"),
     (lambda: branched(played(["5"], tools=[put], pools=[af.Pool(Box, size=64)])), SettingsError,
      "can fork, but Box has no method fork"),
-    (lambda: af.TrainConfig(branch=4), SettingsError, "branch must be an af.Branch, such as "),
+    (lambda: af.TrainConfig(branch=4), SettingsError, "branch must be an af.Branch or None, got "),
     (lambda: af.TrainConfig(advantage="arpo", attribution="firm"), SettingsError, "attribution must be"),
     (lambda: af.TrainConfig(attribution="hard"), SettingsError,
      "attribution has an effect only with advantage 'arpo'"),
@@ -188,24 +173,13 @@ async def test_errors_of_branching(call: Any, error: type[Exception], text: str)
     await errors.check(call, error, text)
 
 
-async def client(client: af.Endpoint) -> str:
-    return "5"
-
-
-async def item(endpoint: af.Endpoint, item: af.Task) -> str:
-    return "5"
-
-
 @errors.table(
     (lambda: harnessed(solve, ["5"], tools=[put]), SettingsError, f"tools {HARNESS}"),
     (lambda: harnessed(solve, ["5"], before_turn=lambda chain: None), SettingsError, f"before_turn {HARNESS}"),
     (lambda: harnessed("solve", ["5"]), SettingsError, "harness must be a function"),
-    (lambda: harnessed(client, []), SettingsError,
-     "client: parameter 'client' of type Endpoint must be named 'endpoint'"),
-    (lambda: harnessed(item, []), SettingsError, "item: parameter 'item' of type Task must be named 'task'"),
     *((lambda harness=harness: harnessed(harness, []), SettingsError, text) for harness, text in (
-        (lambda endpiont: "5", "'endpoint', through which it reaches the policy, got (endpiont); rename"),
-        (lambda question, base_url: "5", "got (question, base_url); use endpoint.base_url, endpoint.client or"),
+        (lambda endpiont: "5", "'endpoint', through which it reaches the policy, got (endpiont)"),
+        (lambda question, base_url: "5", "got (question, base_url)"),
         (lambda endpoint, /: "5", "must accept a keyword argument, got a positional-only parameter; name each"),
         (lambda endpoint, *fields: "5", "must accept a keyword argument, got a variadic positional parameter; name"),
         (lambda endpoint, **fields: "5", "remove / and *; parameters can be endpoint, task, context, a sandbox, or"),

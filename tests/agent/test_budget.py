@@ -23,7 +23,6 @@ from agents import (
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.agent.budget import BudgetUsage, reserve_tokens
 
 
 def spent(rollout: af.Rollout) -> dict[str, int]:
@@ -195,18 +194,6 @@ async def test_failed_action_does_not_count_against_the_budget() -> None:
 
     rollout = await played(script).rollout(numbered(3), max_concurrency=1, budget=af.Budget(turns=2))
     assert [t.stop for t in rollout] == ["error", "answered", "answered"]
-
-
-async def test_cancelled_reservation_is_released() -> None:
-    usage = BudgetUsage(af.Budget(tokens=10), "run")
-    async with reserve_tokens([usage], 8):
-        waiting = asyncio.create_task(reserve_tokens([usage], 8).__aenter__())
-        await asyncio.sleep(0)
-        waiting.cancel()
-        await asyncio.wait([waiting])
-        assert waiting.cancelled()
-        assert usage.tokens_left == 2
-    assert (usage.tokens_left, usage.turns, usage.tokens) == (10, 0, 0)
 
 
 class Counter:

@@ -551,13 +551,9 @@ async def test_a_sample_is_appended_as_if_the_chain_had_sampled_it() -> None:
         assert (turn.ids, turn.seed, turn.logprobs) == (drawn.ids, drawn.seed, drawn.logprobs)
         assert (fork.stop, fork.pending_calls, turn.parent) == (twin.stop, twin.pending_calls, chain.turn)
         fork.rewind(0)
-        errors.check(
-            lambda: fork.append_sample(chain.snapshot()), af.errors.SettingsError, "must continue with a sampled action"
-        )
+        errors.check(lambda: fork.append_sample(chain.snapshot()), af.errors.SettingsError, "then an action")
     chain.force("8", end=False)
-    errors.check(
-        lambda: chain.append_sample(sample), af.errors.SettingsError, "must begin with the turns of this chain"
-    )
+    errors.check(lambda: chain.append_sample(sample), af.errors.SettingsError, "must have the turns of this chain")
 
 
 async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellation() -> None:
@@ -569,7 +565,7 @@ async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellati
         ended = await chain.sample_turns(7, to_end=True)  # more samples than the pool has sandboxes
         assert {t.turns[4].text.count("a,b") for t in ended} == {1}
         assert (pool.snapshot().leased, pool.snapshot().waiting) == (1, 0)
-        job = asyncio.ensure_future(_started(chain.sample_turns(7, to_end=True)))
+        job = asyncio.create_task(chain.sample_turns(7, to_end=True))
         await until(lambda: pool.snapshot().leased == 3)
         job.cancel()
         await errors.check(lambda: job, asyncio.CancelledError)
@@ -584,14 +580,8 @@ async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellati
         assert pool.snapshot().leased == 1
         assert len(await chain.sample_turns(3)) == 3  # needs no sandbox
         chain.force(put_call("b"))
-        await errors.check(
-            lambda: chain.sample_turns(3), af.errors.SettingsError, "the tool calls of the last action have not run yet"
-        )
+        await errors.check(lambda: chain.sample_turns(3), af.errors.SettingsError, "tool calls have not run yet")
         await chain.close()
-
-
-async def _started(call: Any) -> Any:
-    return await call
 
 
 async def test_changes_of_task_fields_are_local_to_the_chain() -> None:

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
+import aiohttp
 import dice
 import errors
 import pytest
@@ -208,7 +209,7 @@ async def test_a_thread_that_hangs_is_left_and_its_sandbox_is_free() -> None:
 
     agent = harnessed(hanging, ["x"], timeout=GUARD, pools=[pool])
     try:
-        running = asyncio.ensure_future(_awaited(agent.rollout([TASK], 2)))
+        running = asyncio.ensure_future(agent.rollout([TASK], 2))
         await until(lambda: len(began) == 2)
         pass_time(GUARD)
         with pytest.warns(UserWarning, match="runs in a thread, which cannot be stopped: it goes on after its chain"):
@@ -227,8 +228,6 @@ async def test_a_thread_that_hangs_is_left_and_its_sandbox_is_free() -> None:
 
 async def test_cancelled_chains_leave_no_task_socket_or_lease() -> None:
     """64 chains are cancelled while the policy answers a request over HTTP."""
-    import aiohttp
-
     pool = af.Pool(Box, size=64)
     urls: list[str] = []
 
@@ -246,7 +245,7 @@ async def test_cancelled_chains_leave_no_task_socket_or_lease() -> None:
 
     engine = Slow([])
     agent = af.Agent(engine, chat=chat(), harness=over_http, reward=exact, pools=[pool])
-    running = asyncio.ensure_future(_awaited(agent.rollout([TASK], 64)))
+    running = asyncio.ensure_future(agent.rollout([TASK], 64))
     await until(lambda: len(engine.given) == 64)
     running.cancel()
     await errors.check(lambda: running, asyncio.CancelledError)
@@ -259,17 +258,11 @@ async def test_cancelled_chains_leave_no_task_socket_or_lease() -> None:
     await pool.close()
 
 
-async def _awaited(run: Any) -> Any:
-    return await run
-
-
 # --- loops and values --------------------------------------------------------------------------------
 
 
 def test_two_event_loops_have_servers_of_their_own() -> None:
     """A harness in a thread has a loop of its own, and two threads run rollouts at the same time."""
-    import aiohttp
-
     meet = threading.Barrier(2, timeout=GUARD)
     ports: set[str] = set()
     found: dict[str, list[str | None]] = {}

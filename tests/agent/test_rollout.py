@@ -427,15 +427,6 @@ def test_an_incomplete_last_line_is_overwritten(tmp_path: Path, run: af.Run, cut
         assert [r["step"] for r in again.records] == [r["step"] for r in af.Run(tmp_path / "r").records] == [1][:steps]
 
 
-def test_listeners(run: af.Run) -> None:
-    heard: list[dict[str, float]] = []
-    leave = run.subscribe(heard.append)
-    run.notify({"step": 1})
-    leave()
-    run.notify({"step": 2})
-    assert heard == [{"step": 1}]
-
-
 # --- checkpoints ---------------------------------------------------------------------------------
 
 

@@ -1,7 +1,6 @@
 """Rollouts, shapes and filters that `collate` and `turn_data` reject."""
 
 import dataclasses
-import math
 from typing import Any
 
 import errors
@@ -33,12 +32,6 @@ async def demonstrations() -> Any:
     (lambda: af.collate([]), af.errors.BatchError, "rollout must hold at least one trajectory"),
     (lambda: af.collate([3]), af.errors.BatchError, "must be a Rollout or Trajectory objects, got int"),
     (lambda: af.collate(GOOD.replace(reward=None)), af.errors.BatchError, "on: unscored (no reward returned a number)"),
-    (lambda: af.collate(GOOD.replace(reward=math.inf)), af.errors.BatchError, "got inf"),
-    (
-        lambda: af.collate(GOOD.replace(reward=math.nan)),
-        af.errors.BatchError,
-        "reward of trajectory 'g/0' must be finite",
-    ),
     (lambda: af.collate(TEXT), af.errors.BatchError, "its engine returned text only"),
     (lambda: af.collate(GOOD.replace(sampling=af.Sampling(temperature=0))), af.errors.BatchError, "sampled greedily"),
     (
@@ -52,7 +45,6 @@ async def demonstrations() -> Any:
         af.errors.AlignmentError,
         "advantages must have the shape (1,) (one per trajectory)",
     ),
-    (lambda: af.collate(row(("action", 2))), af.errors.AlignmentError, "follow another token"),
     (
         demonstrations,
         af.errors.EmptyBatch,
@@ -67,21 +59,19 @@ async def demonstrations() -> Any:
     (lambda: af.collate(row(*TWO), torch.ones(1, 1)), af.errors.AlignmentError, "'g/0' has 2 sampled turns"),
     (lambda: af.collate(row(*TWO), torch.ones(3, 2)), af.errors.AlignmentError, "(3, 2)"),
     (lambda: af.collate(row(*TWO), torch.ones(1, 2), per="row"), af.errors.AlignmentError, "(1, 2)"),
-    (lambda: af.turn_data(row(*TWO), rewards=[1.0, 2.0]), af.errors.AlignmentError, "2 for 1 trajectories"),
     (lambda: af.turn_data(turned(row(*TWO), _0=2.0)), af.errors.BatchError, "turn 0 has a reward of 2"),
-    (lambda: af.collate(GOOD, filters=[odd]), af.errors.SettingsError, "its parameters are ['chain']"),
+    (lambda: af.collate(GOOD, filters=[odd]), af.errors.SettingsError, "got the parameters ['chain']"),
     (lambda: af.collate(GOOD, filters=[yes]), af.errors.SettingsError, "got True for Trajectory"),
     (
         lambda: SMALL.replace(filters=[odd]),
         af.errors.SettingsError,
-        "filter odd must be a function with the single parameter",
+        "filters: odd must be a function with the single parameter",
     ),
     (
         lambda: SMALL.replace(filters=af.filters.equal_rewards),
         af.errors.SettingsError,
         "filters must be a list of functions",
     ),
-    (lambda: af.filters.overlong(0), af.errors.SettingsError, "tokens must be at least 1"),
 )
 async def test_errors(call: Any, error: Any, text: str) -> None:
     await errors.check(call, error, text)

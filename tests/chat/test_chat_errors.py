@@ -60,7 +60,7 @@ MALFORMED = "message 1 (role 'assistant'): each of 'tool_calls' must be"
     (
         lambda: af.Chat(af.tiny.tokenizer(), history="render"),
         af.errors.SettingsError,
-        '"append" or "rerender", got \'render\'',
+        "history must be one of 'exact', 'append', 'rerender', got 'render'",
     ),
     (lambda: af.Chat(af.tiny.tokenizer(), format="hermez"), af.errors.SettingsError, "got 'hermez'"),
     (
@@ -76,7 +76,7 @@ MALFORMED = "message 1 (role 'assistant'): each of 'tool_calls' must be"
     ),
     (lambda: played(["x"], system=HALF).rollout([TASK]), af.errors.SettingsError, "half of a surrogate pair, near "),
     (lambda: played(["x"]).chain(TASK).force(HALF), af.errors.SettingsError, "half of a surrogate pair, near "),
-    (drift_of_text, af.errors.SettingsError, "no token ids"),
+    (drift_of_text, af.errors.AlignmentError, "no token ids"),
     (lambda: af.Task("a", ANSWERED), af.errors.TaskError, "task 'a': the last message must not be the assistant's"),
     (
         lambda: agents.chat().prompt(ANSWERED),

@@ -18,18 +18,18 @@ from agentfly_kit.endpoint.reply import RequestError
 @pytest.mark.parametrize(
     ("body", "message"),
     [
-        ({"messages": []}, "must be a non-empty list"),
+        ({"messages": []}, "must have at least one message"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "prompts hold text only"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "must have the role"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "last message must not be the assistant's"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
         ({"top_logprobs": 3}, "'top_logprobs' is not supported"),
-        ({"n": 99}, "from 1 to 16"),
+        ({"n": 99}, "'n' must be at most 16"),
         ({"functions": [1]}, "'functions' is not supported"),
-        ({"max_tokens": -1}, "'max_tokens' must be an integer of at least 1"),
+        ({"max_tokens": -1}, "max_tokens must be an integer of at least 1"),
         ({"tools": [{"type": "function"}]}, "tools: entry 0"),
-        ({"stop": [""]}, "'stop' must be"),
-        ({"model": 7}, "'model' must be a string"),
+        ({"stop": [""]}, "stop must be non-empty strings"),
+        ({"model": 7}, "wrong type"),
     ],
 )
 async def test_bad_requests_are_rejected_by_name_and_the_chain_goes_on(body: dict[str, Any], message: str) -> None:

@@ -84,12 +84,6 @@ async def test_alternatives_are_the_most_probable_tokens_of_a_full_forward(tempe
             assert [lp for _, lp in best] == pytest.approx(logp[k][[id for id, _ in best]].tolist(), abs=CLOSE)
             if sample.ids[k] in dict(best):
                 assert dict(best)[sample.ids[k]] == sample.logprobs[k]
-    for wrong in (-1, policy.vocab_size + 1, 2.0):
-        errors.check(
-            lambda: af.LocalEngine(policy, alternatives=wrong),
-            EngineError,
-            "alternatives must be an integer from 0 to the vocabulary size",
-        )
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
@@ -299,19 +293,6 @@ async def test_samples_do_not_depend_on_concurrency_slots_or_earlier_requests() 
 # --- reuse between turns ------------------------------------------------------------------------
 
 
-async def test_the_history_of_a_session_is_reused() -> None:
-    policy = endless()
-    engine = af.LocalEngine(policy)
-    ids = prompt(40)
-    first = await engine.sample(ids, af.Sampling(max_tokens=10), 1, request=request("a"))
-    assert engine.prefilled == 40
-    more = [*ids, *(first.ids or ()), *prompt(6, seed=2)]
-    second = await engine.sample(more, af.Sampling(max_tokens=10), 2, request=request("a", 1))
-    assert engine.prefilled == 40 + 6 + 1  # the last sampled token was not yet an input
-    check(policy, more, second)
-    assert (await af.LocalEngine(policy).sample(more, af.Sampling(max_tokens=10), 2)).ids == second.ids
-
-
 async def test_chains_of_many_turns_compute_each_token_once() -> None:
     """Test 20 turns with observations of 200 tokens, for chains that wait for each other and reach other lengths."""
     made = model("qwen3", max_position_embeddings=8192, num_hidden_layers=1, num_key_value_heads=1)
@@ -396,19 +377,6 @@ async def test_released_sessions_free_their_slots() -> None:
     assert not engine._batch.table.session_slot
 
 
-async def test_a_new_policy_version_invalidates_cached_keys() -> None:
-    policy = random_policy(7)
-    engine = af.LocalEngine(policy)
-    ids = prompt(30)
-    first = await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("a"))
-    assert first.versions == (0,) * len(first.ids or ())
-    change(policy, 1)
-    more = [*ids, *(first.ids or ()), *prompt(5, seed=3)]
-    second = await engine.sample(more, af.Sampling(max_tokens=8), 1, request=request("a", 1))
-    assert second.versions == (1,) * len(second.ids or ())
-    check(policy, more, second)
-
-
 def change(policy: af.Policy, seed: int) -> None:
     """Change the weights and the version, like an update."""
     generator = torch.Generator().manual_seed(seed)
@@ -418,49 +386,54 @@ def change(policy: af.Policy, seed: int) -> None:
         policy.version += 1
 
 
-async def test_loaded_weights_invalidate_cached_keys() -> None:
-    policy, other = random_policy(7), random_policy(8)
-    engine = af.LocalEngine(policy)
-    ids = prompt(30)
-    await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("a"))
-    policy.load_state(other.state())
-    check(other, ids, await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("b")))
-    with torch.no_grad():  # a change without a new version
-        policy.model.get_input_embeddings().weight.mul_(1.1)
-    check(policy, ids, await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("c")))
+def optimize(policy: af.Policy) -> None:
+    """Step with a fused optimizer, which changes neither the policy's version nor torch's version counters."""
+    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=0.05, fused=True)
+    policy.model(input_ids=torch.tensor([prompt(30)])).logits.logsumexp(-1).sum().backward()
+    optimizer.step()
 
 
-@pytest.mark.parametrize("name", ["self_attn.q_proj", "self_attn.q_norm"])
-async def test_an_edit_through_data_invalidates_cached_keys(name: str) -> None:
-    """An edit of a matrix or a vector, which spares its first elements; with low precision, too."""
+@torch.no_grad()
+def scale(policy: af.Policy) -> None:
+    policy.model.get_input_embeddings().weight.mul_(1.1)
+
+
+def edit(policy: af.Policy, name: str) -> None:
+    """Change all but the first elements of a matrix or a vector through `data`."""
+    policy.model.get_submodule(f"model.layers.0.{name}").weight.data[8:] *= -2
+
+
+CHANGES: dict[str, Any] = {
+    "new version": lambda policy: change(policy, 1),
+    "other weights": lambda policy: policy.load_state(random_policy(8).state()),
+    "without a new version": scale,
+    "matrix": lambda policy: edit(policy, "self_attn.q_proj"),
+    "vector": lambda policy: edit(policy, "self_attn.q_norm"),
+    "fused optimizer": optimize,
+}
+
+
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+async def test_changed_weights_invalidate_cached_keys(changes: Any) -> None:
     policy = random_policy(7)
-    for p in (
-        torch.randn(20, 8),
-        torch.randn(20, 8, dtype=torch.bfloat16),
-        torch.randn(3, 4, 8),
-        torch.ones(2, 2).int(),
-    ):
-        summary = _WeightMonitor(policy)._summary
+    engine = af.LocalEngine(policy)
+    ids, sampling = prompt(30), af.Sampling(max_tokens=8)
+    first = await engine.sample(ids, sampling, 1, request=request("a"))
+    assert first.versions == (0,) * len(first.ids or ())
+    changes(policy)
+    more = [*ids, *(first.ids or ()), *prompt(5, seed=3)]
+    for session, turn, given in (("a", 1, more), ("b", 0, ids)):
+        got = await engine.sample(given, sampling, 1, request=request(session, turn))
+        check(policy, given, got)
+        assert got.versions == (policy.version,) * len(got.ids or ())
+
+
+def test_every_change_of_a_weight_is_noticed() -> None:
+    summary = _WeightMonitor(random_policy(7))._summary
+    for p in (torch.randn(20, 8), torch.randn(20, 8).bfloat16(), torch.randn(3, 4, 8), torch.ones(2, 2).int()):
         before = summary(p)
         p.data[0 if p.dtype == torch.int32 else -1] *= 3
         assert not torch.equal(summary(p), before)
-    engine = af.LocalEngine(policy)
-    ids = prompt(30)
-    await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("a"))
-    policy.model.get_submodule(f"model.layers.0.{name}").weight.data[8:] *= -2
-    check(policy, ids, await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("b")))
-
-
-async def test_an_external_fused_optimizer_invalidates_cached_keys() -> None:
-    """A fused optimizer changes neither the policy's version nor torch's version counters."""
-    policy = random_policy(7)
-    engine = af.LocalEngine(policy)
-    ids = prompt(30)
-    await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("a"))
-    optimizer = torch.optim.AdamW(policy.model.parameters(), lr=0.05, fused=True)
-    policy.model(input_ids=torch.tensor([ids])).logits.logsumexp(-1).sum().backward()
-    optimizer.step()
-    check(policy, ids, await engine.sample(ids, af.Sampling(max_tokens=8), 1, request=request("b")))
 
 
 def hold(engine: af.LocalEngine) -> tuple[threading.Event, threading.Event]:
@@ -690,12 +663,6 @@ asyncio.run(go())
 """
 
 
-def test_the_interpreter_can_exit_during_a_forward_pass() -> None:
-    script = SCRIPT.format(tests=[str(TESTS), str(Path(__file__).parent)])
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=2 * GUARD)
-    assert done.returncode == 7, done.stderr
-
-
 LEAVING = """
 import asyncio, contextlib, sys, time
 sys.path[:0] = {tests!r}
@@ -717,10 +684,12 @@ sys.exit(7)
 """
 
 
-@pytest.mark.real
-def test_the_interpreter_can_exit_while_an_idle_thread_exits() -> None:
-    script = LEAVING.format(tests=[str(TESTS), str(Path(__file__).parent)])
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=GUARD)
+@pytest.mark.parametrize(
+    "program", [SCRIPT, pytest.param(LEAVING, marks=pytest.mark.real)], ids=["forward pass", "idle thread"]
+)
+def test_the_interpreter_can_exit_while_a_thread_runs(program: str) -> None:
+    script = program.format(tests=[str(TESTS), str(Path(__file__).parent)])
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=2 * GUARD)
     assert done.returncode == 7, done.stderr
 
 

@@ -309,7 +309,9 @@ async def test_logprobs_from_before_temperature_are_found_out(server: Server, en
     assert model.tokens == "exact"
     await model.sample([1, 2], af.Sampling(), 0)
     await errors.check(
-        lambda: model.sample([1, 2], af.Sampling(temperature=0.7), 0), af.errors.EngineError, "before temperature"
+        lambda: model.sample([1, 2], af.Sampling(temperature=0.7), 0),
+        af.errors.EngineError,
+        "before temperature",
     )
 
 
@@ -317,7 +319,7 @@ async def test_exact_tokens_refuse_what_could_not_be_recorded(server: Server, en
     serve(server)
     model = engine(tokens="exact", stop_ids=(1,))
     await errors.check(
-        lambda: model.sample([1, 2], af.Sampling(top_p=0.9), 0), af.errors.EngineError, "removed by truncation"
+        lambda: model.sample([1, 2], af.Sampling(top_p=0.9), 0), af.errors.EngineError, "must not truncate"
     )
     full = [1] * 512
     for ids in (full, [*full, 1]):
@@ -389,11 +391,6 @@ async def test_given_ids_are_scored(server: Server, engine: Connect) -> None:
     await model.check_teacher(agents.chat(), 8)
     assert await model.score([5, 6, 7]) == (-0.06, -0.07)
     assert server.got[-1][1]["prompt_logprobs"] == 0 and server.got[-1][1]["temperature"] == 1.0
-    await errors.check(
-        lambda: model.score(range(9)),
-        af.errors.EngineError,
-        re.compile(r"ids must have a length of 2 to 8 for .*, got 9"),
-    )
     serve(server)
     await errors.check(lambda: model.score([5, 6]), af.errors.EngineError, "returned no logprobs of the given ids")
 

@@ -52,23 +52,17 @@ def read(slices: list[Any]) -> list[Any]:
 
 
 @errors.table(
-    (lambda: local([]), af.errors.EngineError, "must not be empty"),
-    (lambda: local([5, 400]), af.errors.EngineError, "exceed the vocabulary of 400"),
-    (lambda: local([-1, 5]), af.errors.EngineError, "from -1 to 5"),
+    (lambda: local([5, 400]), af.errors.EngineError, "ids must be from 0 to 399, got 5 to 400"),
+    (lambda: local([-1, 5]), af.errors.EngineError, "got -1 to 5"),
     (
         lambda: af.LocalEngine(agents.shipped(), slots=0),
-        af.errors.EngineError,
+        af.errors.SettingsError,
         "slots must be an integer of at least 1, got 0",
     ),
     (
         lambda: af.LocalEngine(agents.shipped(), slots=2.5),
-        af.errors.EngineError,
+        af.errors.SettingsError,
         "slots must be an integer of at least 1, got 2.5",
-    ),
-    (
-        lambda: af.LocalEngine(agents.shipped(), slots="8"),
-        af.errors.EngineError,
-        "slots must be an integer of at least 1, got '8'",
     ),
     (lambda: af.LocalEngine(agents.shipped().model), af.errors.EngineError, "policy must be a Policy"),
     (lambda: shipped().update(agents.random_policy()), af.errors.EngineError, "LocalEngine(policy)"),
@@ -80,7 +74,7 @@ def read(slices: list[Any]) -> list[Any]:
     ),
     (lambda: af.ScriptedEngine(["5"]).update(None), af.errors.EngineError, "has no weights to update"),
     (lambda: openai("localhost:8000"), af.errors.EngineError, "address"),
-    (lambda: openai(tokens="maybe"), af.errors.EngineError, "'exact' or 'none'"),
+    (lambda: openai(tokens="maybe"), af.errors.SettingsError, "one of 'exact', 'none', got 'maybe'"),
     (lambda: openai(tokens="exact", weights="nccl"), af.errors.EngineError, "weights must be 'auto', 'shm', 'http' or"),
     (lambda: openai(timeout=0), af.errors.SettingsError, "timeout must be a positive finite number of seconds, got 0"),
     (
@@ -93,19 +87,6 @@ def read(slices: list[Any]) -> list[Any]:
         af.errors.SettingsError,
         "timeout must be a positive finite number of seconds, got '60'",
     ),
-    (lambda: openai(retries=-1), af.errors.SettingsError, "retries must be an integer of at least 0, got -1"),
-    (lambda: openai(retries=1.5), af.errors.SettingsError, "retries must be an integer of at least 0, got 1.5"),
-    (
-        lambda: openai(backoff=-0.5),
-        af.errors.SettingsError,
-        "backoff must be a finite number of seconds of at least 0, got -0.5",
-    ),
-    (
-        lambda: openai(max_length=0),
-        af.errors.SettingsError,
-        "max_length must be an integer of at least 1, or None for no limit",
-    ),
-    (lambda: fleet(), af.errors.EngineError, "at least one engine, got none"),
     (lambda: fleet(shipped, af.Fleet([shipped()])), af.errors.EngineError, "other than a Fleet, got Fleet"),
     (
         lambda: fleet(shipped, "http://gpu1:8000/v1"),
@@ -117,9 +98,6 @@ def read(slices: list[Any]) -> list[Any]:
     (lambda: fleet(openai(tokens="exact"), openai("http://b:1/v1")), af.errors.EngineError, "value of tokens"),
     (lambda: fleet(shipped, af.ScriptedEngine(["a"])), af.errors.EngineError, "value of logprobs"),
     (differing, af.errors.EngineError, "value of vocab_size, got"),
-    (lambda: fleet(shipped, tolerance=0), af.errors.EngineError, "tolerance must be a finite number above 0, "),
-    (lambda: fleet(shipped, tolerance=math.nan), af.errors.EngineError, "got nan"),
-    (lambda: fleet(shipped, tolerance="0.05"), af.errors.EngineError, "got '0.05'"),
     (lambda: layout([], 32), ValueError, "limit must be at least 64 bytes, got 32"),
     *((lambda slices=slices: read(slices), ValueError, "the next slice covers") for slices in SLICE_FAULTS.values()),
     (
@@ -127,16 +105,15 @@ def read(slices: list[Any]) -> list[Any]:
         ValueError,
         "is on GPU GPU-1, but this process uses no GPU",
     ),
-    (lambda: vllm([], af.Sampling()), af.errors.EngineError, "must not be empty"),
     (lambda: vllm([1] * 512, af.Sampling()), af.errors.EngineError, "leave no space"),
-    (lambda: vllm([1, 10**6], af.Sampling()), af.errors.EngineError, "exceed the vocabulary"),
-    (lambda: vllm([1], af.Sampling(temperature=0.001)), af.errors.EngineError, "temperature=0.001"),
-    (lambda: vllm([1], af.Sampling(temperature=2.5)), af.errors.EngineError, "0.01 and 2.0"),
+    (lambda: vllm([1, 10**6], af.Sampling()), af.errors.EngineError, "ids must be from 0 to"),
+    (lambda: vllm([1], af.Sampling(temperature=0.001)), af.errors.EngineError, "got 0.001"),
+    (lambda: vllm([1], af.Sampling(temperature=2.5)), af.errors.EngineError, "from 0.01 to 2.0"),
     (lambda: af.VLLMEngine("./nothing-here"), af.errors.EngineError, "no model found at"),
     (
         lambda: af.VLLMEngine(agents.shipped(), weights="nccl"),
-        af.errors.EngineError,
-        'must be "ipc", "shm" or "auto", got \'nccl\'',
+        af.errors.SettingsError,
+        "must be one of 'auto', 'ipc', 'shm', got 'nccl'",
     ),
     (lambda: af.VLLMEngine(agents.shipped(), logprobs_mode="raw_logprobs"), af.errors.EngineError, "logprobs_mode"),
     (

@@ -174,7 +174,7 @@ async def test_an_engine_that_returns_with_other_weights_is_not_used() -> None:
 async def test_a_request_that_no_engine_accepts_excludes_no_engine() -> None:
     policy = agents.shipped()
     fleet = af.Fleet([af.LocalEngine(policy), af.LocalEngine(policy)])
-    await errors.check(lambda: fleet.sample([10**6], af.Sampling(), 0), af.errors.EngineError, "exceed the vocabulary")
+    await errors.check(lambda: fleet.sample([10**6], af.Sampling(), 0), af.errors.EngineError, "ids must be from 0 to")
     await errors.check(
         lambda: fleet.sample([1] * policy.max_length, af.Sampling(), 0), af.errors.EngineError, "leave no space"
     )

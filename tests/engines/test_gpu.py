@@ -11,6 +11,7 @@ import agents
 import pytest
 import pytest_asyncio
 import torch
+from test_engine_vllm import batch_of
 
 import agentfly_kit as af
 from agentfly_kit.engines.vllm.buffers import CudaMemory, gpu_uuid, ipc_unavailable_reason
@@ -40,13 +41,6 @@ def nudged(policy: af.Policy, seed: int) -> af.Policy:
             tensor.add_((0.1 * torch.randn(tensor.shape, generator=generator)).to(tensor))
     policy.version += 1
     return policy
-
-
-async def batch_of(engine: af.Engine, policy: af.Policy) -> af.Batch:
-    agent = agents.agent(policy, engine=engine, sampling=af.Sampling(max_tokens=48))
-    rollout = await agent.rollout(agents.tasks(16), group_size=2)
-    assert [str(t.error) for t in rollout.trajectories if t.error] == []
-    return af.collate(rollout, af.advantages.grpo)
 
 
 def gaps(policy: af.Policy, batch: af.Batch) -> torch.Tensor:

@@ -382,5 +382,5 @@ async def test_several_processes_do_not_send_weights_to_the_same_servers(pair: P
     errors.check(
         lambda: af.train(agent, policy, agents.tasks(2), af.TrainConfig(steps=1), run="run", accelerator=accelerator),
         af.errors.SettingsError,
-        "every process would send its weights to the same servers",
+        "each of the 2 processes must have its own engine",
     )

@@ -128,7 +128,7 @@ def test_vectors_find_by_cosine(tmp_path: Path) -> None:
     errors.check(
         lambda: ready(dense=tmp_path / "nowhere"),
         af.errors.SettingsError,
-        re.compile(r"no embedding model in '.*nowhere' .* Nothing is downloaded automatically"),
+        re.compile(r"a function or a folder with a model, got '.*nowhere'; type: hf download"),
     )
 
 

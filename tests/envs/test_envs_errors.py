@@ -25,7 +25,7 @@ RUBRICS: tuple[Any, ...] = (
     [], {}, [{"name": "x"}], 7, {"a b": "x"}, [{"name": "a", "what": "x", "weight": 0}],
     [{"name": "a", "what": "x"}] * 2,
 )  # fmt: skip
-LEADERBOARDS: tuple[Any, ...] = ((math.nan, [0.5]), (0.5, [0.5, math.nan]), (0.5, []))
+LEADERBOARDS: tuple[Any, ...] = ((math.nan, [0.5]), (0.5, [0.5, math.nan]))
 SUBMISSIONS = (
     ("", "the first line of submission.csv must be 'id,y', got ''"), ("id,y", "must have 2 rows, got 0"),
     ("y,id\n0,1\n1,1", "the first line of submission.csv"), ("id,y\n0,1\n1,2\n2,3", "must have 2 rows, got 3"),
@@ -41,7 +41,7 @@ SUBMISSIONS = (
     (
         lambda: af.envs.alfworld.tasks(1, "test", size="huge"),
         af.errors.SettingsError,
-        "size must be 'small' or 'full', got 'huge'",
+        "size must be one of 'small', 'full', got 'huge'",
     ),
     (
         lambda: af.envs.alfworld.tasks(1, "test", kinds=("cook",)),
@@ -66,21 +66,12 @@ SUBMISSIONS = (
     ),
     (lambda: af.envs.code.tasks(kind="katas"), af.errors.SettingsError, "got 'katas'"),
     (lambda: af.envs.code.load("mbpp.jsonl"), af.errors.TaskError, "no such file; pass the path of MBPP's mbpp.jsonl"),
-    *(
-        (lambda given=given: position(*given), af.errors.SettingsError, "must not be empty and no score may be NaN")
-        for given in LEADERBOARDS
-    ),
+    *((lambda given=given: position(*given), af.errors.SettingsError, "must not be NaN") for given in LEADERBOARDS),
     *((lambda text=text: read_submission(text, range(2)), af.ToolError, words) for text, words in SUBMISSIONS),
     *((lambda spec=spec: Rubric.from_spec(spec), af.errors.SettingsError, "") for spec in RUBRICS),
     (lambda: Judge(af.ScriptedEngine(["x"])).score(BARE, "x"), af.errors.SettingsError, "no field 'rubric'"),
-    (lambda: af.envs.sql.tau([1], [1, 2]), ValueError, "the same length, got 1 and 2 values"),
     (lambda: af.envs.repo.mutation.mutations("("), SyntaxError, ""),
     (lambda: af.envs.repo.repository(Path("x")), af.errors.SettingsError, "repository must be an existing folder"),
-    (
-        lambda: af.envs.scienceworld.ScienceWorld(memory_mb=64),
-        af.errors.SettingsError,
-        "memory_mb must be an integer of at least 128",
-    ),
     (
         lambda: af.envs.scienceworld.ScienceWorld(steps=0),
         af.errors.SettingsError,
@@ -95,10 +86,9 @@ SUBMISSIONS = (
     (lambda: Corpus.load("nowhere.jsonl"), af.errors.TaskError, "nowhere.jsonl: no such file; its rows must have "),
     (lambda: Corpus([]), af.errors.SettingsError, "the corpus 'yours' is empty"),
     (lambda: Search(topk=0), af.errors.SettingsError, "topk must be an integer of at least 1, got 0"),
-    (lambda: Search(metric="rouge"), af.errors.SettingsError, "metric must be 'em' or 'f1', got 'rouge'"),
+    (lambda: Search(metric="rouge"), af.errors.SettingsError, "metric must be one of 'em', 'f1', got 'rouge'"),
     (lambda: af.envs.search.tasks(5000, "train"), af.errors.SettingsError, "the number of train tasks, got 5000"),
     (lambda: af.envs.tools(Guess()), af.errors.SettingsError, "the environment must be a class"),
-    (lambda: af.envs.webshop.WebShop(nouns="verbs"), af.errors.SettingsError, "got 'verbs'"),
     (
         lambda: af.envs.webshop.WebShop(page_size=0),
         af.errors.SettingsError,

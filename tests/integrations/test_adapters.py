@@ -79,7 +79,7 @@ async def test_fields_and_results_of_rewards_are_checked() -> None:
 
     await errors.check(lambda: chain(af.trl.reward(gold)), af.errors.TaskError, "reward gold requires the field 'gold'")
     t = await chain(af.trl.reward(gold), af.Task("a", SUM.messages, {"gold": "5"}))
-    assert t.reward is None and "must return one number per completion, got 2 for 1 completion" in str(t.error)
+    assert t.reward is None and "must return a list with one number per completion, got [" in str(t.error)
 
 
 def test_an_agent_rejects_rewards_of_other_packages_with_a_remedy() -> None:

@@ -96,7 +96,6 @@ def test_workers_need_a_connection() -> None:
     errors.check(
         lambda: af.ray.workers(agent(), 0), af.errors.SettingsError, "n must be an integer of at least 1, got 0"
     )
-    errors.check(lambda: af.ray.workers(3, 1), af.errors.SettingsError, "agent must be an Agent, got 3")
     if not ray.is_initialized():
         errors.check(
             lambda: af.ray.workers(agent(), 1),
@@ -584,11 +583,6 @@ def test_bad_input(cluster: Any, three: tuple[af.Agent, Any]) -> None:
         lambda: given.replace(pools=[af.Pool(Box)]).rollout(tasks(1), workers=workers),
         af.errors.SettingsError,
         "an agent with the same pools",
-    )
-    errors.check(
-        lambda: af.ray.workers(given, 1, num_cpu=1),
-        af.errors.SettingsError,
-        re.compile(r"options must be Ray actor options: .*num_cpu"),
     )
     errors.check(
         lambda: af.ray.workers(scripted(["x"]), 2, timeout=2, num_cpus=64),

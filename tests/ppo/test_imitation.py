@@ -103,17 +103,6 @@ def test_only_masked_tokens_are_targets_and_shared_prefixes_change_nothing(polic
     assert float((gradients(ours) - expected).norm() / expected.norm()) < 1e-5
 
 
-def test_the_loss_has_no_gradient_at_observations(policy: Any) -> None:
-    """d loss / d logprob is exactly 0 at tokens with mask 0, and -weight / number of tokens at the others."""
-    batch = af.collate(shown(policy, "1+2", "2*(3+4)"), [2.0, 0.5], imitate=True)
-    logprobs = torch.randn(batch.ids.shape, dtype=torch.float64, requires_grad=True)
-    per_token = af.losses.reinforce(logprobs, None, batch.advantages, batch.mask)
-    af.losses.aggregate(per_token, batch.mask).backward()
-    assert (logprobs.grad[~batch.mask] == 0).all()
-    expected = -batch.advantages[batch.mask].double() / int(batch.mask.sum())
-    torch.testing.assert_close(logprobs.grad[batch.mask], expected, rtol=1e-12, atol=0)
-
-
 def test_a_weight_scales_the_loss_of_its_rows(policy: Any) -> None:
     one, two = shown(policy, "1+2", "2*(3+4)")
     parts = []
@@ -127,12 +116,6 @@ def test_a_weight_scales_the_loss_of_its_rows(policy: Any) -> None:
         expected = -float((logprobs * batch.advantages)[batch.mask].sum() / batch.mask.sum())
         assert parts[-1] == pytest.approx(expected, rel=1e-6)
     assert parts[0] != pytest.approx(parts[1])
-
-
-def test_micro_batches_and_epochs(policy: Any) -> None:
-    batch = af.collate(shown(policy, "1+2"), imitate=True)
-    split = af.imitation_step(policy, af.adamw(policy), batch, af.PPOConfig(epochs=3, micro_tokens=20))
-    assert split.updates == 3
 
 
 # --- imitate

@@ -249,14 +249,14 @@ async def test_a_shell_with_a_background_process_cannot_be_forked(level: str):
         await errors.check(
             lambda: one.fork(two),
             af.errors.SandboxError,
-            "this ShellSandbox cannot fork: 1 background process still running",
+            "this ShellSandbox cannot fork: background processes are running: 1",
         )
         assert (await two.run("ls -A | wc -l")).stdout == "0\n"
         await one.run("kill %1; wait")
         await one.fork(two)
-        await errors.check(lambda: one.fork(one), af.errors.SandboxError, "can fork only into another")
+        await errors.check(lambda: one.fork(one), af.errors.SandboxError, "into must be another")
         async with af.PythonSandbox(isolation=level) as other:
-            await errors.check(lambda: one.fork(other), af.errors.SandboxError, "can fork only into another")
+            await errors.check(lambda: one.fork(other), af.errors.SandboxError, "into must be another")
 
 
 async def test_the_builtin_tool():

@@ -15,15 +15,14 @@ PATHS = ("", "/abs", "../out", "a/../../b", "a/", "a\0")
     (lambda: af.PythonSandbox(processes=0), af.errors.SettingsError, "processes must be at least"),
     (lambda: af.PythonSandbox(cpu_seconds=float("nan")), af.errors.SettingsError, "cpu_seconds must be a number"),
     (lambda: af.PythonSandbox(disk_mb=-1), af.errors.SettingsError, "disk_mb must be at least"),
-    (lambda: af.PythonSandbox(max_output=3), af.errors.SettingsError, "max_output must be at least"),
+    (lambda: af.PythonSandbox(max_output=3), af.errors.SettingsError, "max_output must be an integer of at least 256"),
     (
         lambda: af.PythonSandbox(isolation="docker"),
         af.errors.SettingsError,
-        "isolation must be one of 'strict', 'landlock', 'none'",
+        "isolation must be one of ('strict', 'landlock', 'none')",
     ),
-    (lambda: af.PythonSandbox(isolation="container"), af.errors.SettingsError, "or a container such as af.Container"),
+    (lambda: af.PythonSandbox(isolation="container"), af.errors.SettingsError, "or an af.Container, got"),
     (lambda: af.ShellSandbox().run("true", timeout=0), af.errors.SettingsError, "timeout must be a positive"),
-    (lambda: af.FileSandbox(files={"a": 1}), af.errors.SettingsError, "must be str or bytes, got int"),  # type: ignore[dict-item]
     (lambda: af.FileSandbox(files="/nowhere/at/all"), af.errors.SettingsError, "must be an existing folder"),
     *(
         (lambda path=path: af.FileSandbox(files={path: "x"}), af.errors.SettingsError, "must have paths within")
@@ -32,12 +31,10 @@ PATHS = ("", "/abs", "../out", "a/../../b", "a/", "a\0")
     (
         lambda: af.SQLSandbox(engine="mysql"),
         af.errors.SettingsError,
-        "engine must be 'sqlite' or 'duckdb', got 'mysql'",
+        "engine must be one of 'sqlite', 'duckdb', got 'mysql'",
     ),
     (lambda: af.SQLSandbox(database="/nowhere.db"), af.errors.SettingsError, "must be an existing file"),
     (lambda: af.SQLSandbox(max_rows=0), af.errors.SettingsError, "max_rows must be an integer of at least 1"),
-    (lambda: af.Container(""), af.errors.SettingsError, "image must be the name"),
-    (lambda: af.Container("x", cpus=0), af.errors.SettingsError, "cpus must be between"),
     (lambda: af.Container("x", mounts={"data": "/data"}), af.errors.SettingsError, "absolute paths to absolute paths"),
 )
 async def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:

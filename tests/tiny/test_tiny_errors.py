@@ -11,11 +11,6 @@ import agentfly_kit as af
 @errors.table(
     (lambda: af.tiny.policy("maze"), af.errors.SettingsError, "name must be one of 'calculator', "),
     (lambda: recipes.build("maze"), af.errors.SettingsError, "'maze'"),
-    (
-        lambda: af.tiny.learner(("a",), lambda rng: [], steps=0),
-        af.errors.SettingsError,
-        "an integer of at least 1, got 0",
-    ),
 )
 async def test_errors(call: Any, error: Any, text: str) -> None:
     await errors.check(call, error, text)

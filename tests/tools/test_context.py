@@ -8,7 +8,7 @@ from typing import Any
 
 import errors
 import pytest
-from agents import chat
+from agents import Box, ForkingBox, chat
 from waiting import until
 
 import agentfly_kit as af
@@ -16,34 +16,6 @@ from agentfly_kit.pool.environment import environment_seed, is_environment, rese
 from agentfly_kit.tools.injection import Injection, injection
 
 TASK = af.Task("t", ({"role": "user", "content": "?"},), {"answer": ["5"], "lock": asyncio.Event})
-
-
-class Box:
-    """Sandbox with a running number."""
-
-    made = 0
-
-    def __init__(self) -> None:
-        type(self).made += 1
-        self.number = type(self).made
-        self.values: dict[str, Any] = {}
-
-    async def start(self) -> None:
-        await asyncio.sleep(0.005)
-
-    async def run(self, code: str) -> str:
-        return code
-
-    async def reset(self) -> None:
-        self.values.clear()
-
-    async def close(self) -> None:
-        pass
-
-
-class ForkingBox(Box):
-    async def fork(self, into: ForkingBox) -> None:
-        into.values = dict(self.values)
 
 
 class OtherBox(Box):
@@ -192,15 +164,15 @@ async def test_fork_copies_state_and_forks_sandboxes() -> None:
     async with af.Pool(ForkingBox, size=3) as pool:
         context = af.Context(TASK, trajectory_id="a", pools=[pool], seed=4, turn=2)
         box = await context.sandbox(ForkingBox)
-        box.values["x"] = 1
+        box.log.append("1")
         context.state["list"] = [1]
         context.fields["answer"].append("own")
         twin = await context.fork("b")
         other = await twin.sandbox(ForkingBox)
-        assert other.values == {"x": 1}
-        other.values["x"] = 2
+        assert other.log == ["1"]
+        other.log.append("2")
         twin.state["list"].append(2)
-        assert (box.values, context.state) == ({"x": 1}, {"list": [1]})
+        assert (box.log, context.state) == (["1"], {"list": [1]})
         assert (twin.trajectory_id, twin.seed, twin.turn, twin.fields["answer"]) == ("b", 4, 2, ["5", "own"])
         # Leases show the owner and the turn.
         assert {info.owner: info.turn for info in pool.snapshot().leases} == {"a": 2, "b": 2}

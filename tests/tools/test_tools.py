@@ -327,6 +327,11 @@ class TextEnum(str, enum.Enum):  # noqa: UP042  # its str() is its name, not its
     A = "a"
 
 
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
+PNG_URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
+HIDDEN, HIDDEN_JPEG = "[image image/png, 264 bytes, not shown]", "[image image/jpeg, 3 bytes, not shown]"
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
@@ -336,27 +341,6 @@ class TextEnum(str, enum.Enum):  # noqa: UP042  # its str() is its name, not its
         (b"caf\xc3\xa9", "café"), (datetime.date(2024, 2, 29), "2024-02-29"), (Path("a/b"), "a/b"),
         (np.int64(3), "3"), (np.float32(0.5), "0.5"), (np.arange(3), "[0,1,2]"), ({"n": np.float64(0.5)}, '{"n":0.5}'),
         (Spoken(), "spoken"), ("half \ud83d pair", "half � pair"),
-    ],
-)  # fmt: skip
-async def test_return_values(value: Any, text: str) -> None:
-    @af.tool
-    def give() -> Any:
-        """Give it."""
-        return value
-
-    result = await give.try_()
-    assert result == af.ToolResult(True, text)
-    result.observation.encode()
-
-
-PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
-PNG_URL = f"data:image/png;base64,{base64.b64encode(PNG).decode()}"
-HIDDEN, HIDDEN_JPEG = "[image image/png, 264 bytes, not shown]", "[image image/jpeg, 3 bytes, not shown]"
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
         (PNG, HIDDEN), (bytearray(PNG), HIDDEN), (memoryview(b"\xff\xd8\xff"), HIDDEN_JPEG),
         (b"caf\xc3\xa9 \xff", "[binary data, 7 bytes, not shown]"), (PNG_URL, HIDDEN),
         (f"![]({PNG_URL}) is `data:text/plain;base64,aGk=`", f"![]({HIDDEN}) is `data:text/plain;base64,aGk=`"),
@@ -365,15 +349,17 @@ HIDDEN, HIDDEN_JPEG = "[image image/png, 264 bytes, not shown]", "[image image/j
         ({"image_url": {"url": PNG_URL}}, f'{{"image_url":{{"url":"{HIDDEN}"}}}}'),
     ],
 )  # fmt: skip
-async def test_binary_results_are_described(value: Any, text: str) -> None:
-    """The output of the tools `python`, `shell` and `sql` is not changed: the model may want to see it exactly."""
+async def test_return_values(value: Any, text: str) -> None:
+    """Binary data is described, except in the output of `python`, `shell` and `sql`: the model may want to see it."""
 
     @af.tool
     def give() -> Any:
         """Give it."""
         return value
 
-    assert await give.try_() == af.ToolResult(True, text)
+    result = await give.try_()
+    assert result == af.ToolResult(True, text)
+    result.observation.encode()
 
 
 CIRCULAR: list[Any] = []
@@ -738,12 +724,9 @@ async def test_try_uses_a_temporary_sandbox() -> None:
 
 
 async def test_python_sandbox_keeps_variables_and_survives_a_cancelled_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    from agentfly_kit.pool.pool import Pool
-    from agentfly_kit.sandboxes.python import PythonSandbox
-
     patient_sandboxes(monkeypatch)
 
-    async def python(code: Annotated[str, "Python"], sandbox: PythonSandbox) -> Any:
+    async def python(code: Annotated[str, "Python"], sandbox: af.PythonSandbox) -> Any:
         """Run Python."""
         return await sandbox.run(code, timeout=GUARD)
 
@@ -752,7 +735,7 @@ async def test_python_sandbox_keeps_variables_and_survives_a_cancelled_call(monk
         assert result.error is None, result.error
         return result.observation
 
-    async with Pool(PythonSandbox, size=1) as pool:
+    async with af.Pool(af.PythonSandbox, size=1) as pool:
         async with af.Context(TASK, trajectory_id="one", pools=[pool]) as one:
             assert await observed("x = 6", one) == ""
             assert await observed("x * 7", one) == "42"
@@ -765,10 +748,8 @@ async def test_python_sandbox_keeps_variables_and_survives_a_cancelled_call(monk
 
 
 async def test_calls_that_share_a_sandbox_run_in_order() -> None:
-    from agentfly_kit.pool.pool import Pool
-
     FakeBox.opened.clear()
-    async with Pool(FakeBox, size=2) as pool:
+    async with af.Pool(FakeBox, size=2) as pool:
         here = af.Context(TASK, trajectory_id="chain", pools=[pool])
         calls = [call("execute", code=c) for c in "abc"]
         done = await af.ToolSet([execute, add]).call_all([*calls, call("add", a=1)], here)
@@ -813,9 +794,7 @@ def test_tool_sets() -> None:
 
 
 async def test_rerun_raises_the_exception_of_the_tool() -> None:
-    from agentfly_kit.pool.pool import Pool
-
-    pool = Pool(FakeBox, size=1)
+    pool = af.Pool(FakeBox, size=1)
     here = af.Context(TASK, trajectory_id="chain", pools=[pool])
     calls = [
         call("execute", code="a"), call("execute", code="bad"), call("nothing"), call("calculator", expression="2+3"),

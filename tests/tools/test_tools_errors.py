@@ -10,8 +10,7 @@ from test_source import one
 from test_tools import Counter, add, calculator
 
 import agentfly_kit as af
-from agentfly_kit.errors import SandboxError, SettingsError, TaskError, ToolSchemaError
-from agentfly_kit.pool.environment import reset_arguments
+from agentfly_kit.errors import SandboxError, SettingsError, ToolSchemaError
 from agentfly_kit.tools import builtin as toolbox
 
 
@@ -57,32 +56,22 @@ UNBOUND = "Counter.step is a method, which must be bound to an instance; use Cou
     (lambda: af.tool(yields), ToolSchemaError, "a tool must return one result, got the generator yields"),
     (lambda: af.tool(len), ToolSchemaError, "a tool must be a function defined with `def`, got len"),
     (lambda: af.tool(add), ToolSchemaError, "add is already a tool"),
-    (lambda: af.tool(classmethod(len)), ToolSchemaError, "a classmethod cannot be a tool"),
     (lambda: af.tool(3), ToolSchemaError, "got 3"),
     (lambda: af.tool("text"), ToolSchemaError, "got 'text'"),
     (lambda: af.tool(int), ToolSchemaError, "got int"),
-    (lambda: af.tool(describe="never")(silent), ToolSchemaError,
-     "describe must be 'required' or 'optional', got 'never'"),
-    (lambda: af.tool(description=3)(add.function), ToolSchemaError, "description must be a string"),
-    (lambda: af.tool(timeout=0)(add.function), ToolSchemaError, "or None for no limit"),
-    (lambda: af.tool(timeout=-1.0)(add.function), ToolSchemaError, "or None for no limit"),
-    (lambda: af.tool(max_chars=0)(add.function), ToolSchemaError, "or None for no limit"),
     *((lambda name=name: af.tool(name=name)(add.function), ToolSchemaError, "must consist of letters")
       for name in ("", "two words", "9lives", "ä", "x" * 65)),
     (lambda: af.ToolSet([Counter.step]), ToolSchemaError, UNBOUND),
     (lambda: Counter.step.try_(by=1), ToolSchemaError, UNBOUND),
-    (lambda: add.try_(1, a=1), TypeError, "got 'a' twice"),
     (lambda: add.try_(1, 2, 3), TypeError, "got 3 positional arguments"),
     *((lambda schema=schema: af.Tool.from_schema("weather", schema, lambda **given: given), ToolSchemaError, "weather:")
-      for schema in (None, [], {"type": "string"}, {"properties": []}, {"properties": {"a": 3}}, {"required": ["a"]},
+      for schema in (None, [], {"type": "string"}, {"properties": []}, {"properties": {"a": 3}},
                      {"properties": {"a": {"default": object()}}})),
-    (lambda: af.ToolSet([add, calculator])["nope"], KeyError, "must be one of the names: add, calculator"),
     (lambda: af.ToolSet([add, af.tool(name="add")(calculator.function)]), ToolSchemaError,
      "names of tools must be unique, got 'add' twice"),
     (lambda: af.ToolSet(add), ToolSchemaError, "tools must be a list of tools, got <Tool add"),
     (lambda: af.ToolSet([add]).add(add), ToolSchemaError, "unique"),
     (lambda: af.ToolSet([add]).revise(calculator), KeyError, "calculator"),
-    (lambda: af.ToolSet([add]).revise(calculator), KeyError, "add"),
     (lambda: af.ToolSet([add]).remove("calculator"), KeyError, "calculator"),
 )  # fmt: skip
 async def test_errors(call: Any, error: type[Exception], text: str) -> None:
@@ -139,12 +128,6 @@ async def connect(server: Any, **settings: Any) -> None:
     (lambda: sandbox_of(Box, Box, Box), SettingsError, "exactly one pool must provide a Box, got 2"),
     (lambda: holding(game=[1], lock=threading.Lock()).fork("b"), SandboxError,
      "keep in context.state (game, lock) cannot be copied (TypeError"),
-    (lambda: reset_arguments(type("Odd", (), {"reset": lambda self, task, /: ...}), TASK), TaskError,
-     "Odd.reset must accept keyword arguments, got the positional-only"),
-    *((lambda given=given: connect(given), SettingsError, "server must be")
-      for given in (None, "", [], 3, {"command": "x"})),
-    *((lambda given=given: connect("false", **given), SettingsError, "must be")
-      for given in ({"sessions": -1}, {"sessions": True}, {"timeout": 0})),
 )  # fmt: skip
 async def test_errors_of_contexts_and_servers(call: Any, error: type[Exception], text: str) -> None:
     await errors.check(call, error, text)

@@ -466,8 +466,8 @@ def failing(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("function", "says"),
     [
-        (wrong_shape, r"function wrong_shape must return the shape \(12,\) for 12 rewards, .*, got the shape \(\)"),
-        (failing, "function failing raised KeyError: 'column'"),
+        (wrong_shape, r"advantages must have the shape \(12,\) .*, got \(\)"),
+        (failing, "the advantage function failing raised KeyError: 'column'"),
     ],
 )
 async def test_an_estimator_that_fails_loses_no_chains(function: Any, says: str, tmp_path: Path) -> None:
@@ -475,8 +475,8 @@ async def test_an_estimator_that_fails_loses_no_chains(function: Any, says: str,
     # The pattern matches one line.
     await errors.check(
         lambda: start(tmp_path / "run", policy, SMALL.replace(advantage=function)),
-        af.errors.BatchError,
-        re.compile(rf"\A.*step 1: the advantage {says}.*no step was kept.*step-00001-failed.jsonl.*\Z"),
+        af.errors.AgentFlyError,
+        re.compile(rf"\A.*step 1: {says}.*no step was kept.*step-00001-failed.jsonl.*\Z"),
     )
     assert len(af.Rollout.load(tmp_path / "run" / "rollouts" / "step-00001-failed.jsonl")) == 12
     assert policy.version == 0

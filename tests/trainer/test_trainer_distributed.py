@@ -119,16 +119,6 @@ def test_two_processes_train_like_one(tmp_path: Path) -> None:
     assert ranks[0]["raised"] == "process 1 of 2 failed: EngineError: the server went away"
 
 
-def test_shares_of_a_rollout_have_the_same_ids_as_the_whole() -> None:
-    policy = learner()
-    a = small(policy)
-    tasks = [TASKS[0], TASKS[1], TASKS[0]]
-    whole = [key.id for _, key in a.rollout(tasks, 2)._planned]
-    parts = [[key.id for _, key in a.rollout(tasks, 2, share=(i, 2))._planned] for i in range(2)]
-    assert sorted(parts[0] + parts[1]) == sorted(whole)
-    assert len(parts[0]) == 4 and any("~2" in name for name in parts[0])
-
-
 async def test_gathered_rollouts_are_in_task_order_even_if_a_group_did_not_run() -> None:
     """A group without finished chains, such as after a `group_budget`, is absent from the rollout of its process."""
     policy = learner()

@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import itertools
-import json
 import os
 import random
 import re
@@ -255,21 +254,6 @@ async def test_two_handles_of_one_folder_take_turns(tmp_path: Path, whole: Whole
     assert (await iterating).step == 3
     assert [step.step async for step in first] == [4]
     assert (first.policy.fingerprint(), numbers(first)) == whole
-
-
-def test_a_run_folder_of_version_0_1_is_rejected_and_kept(tmp_path: Path) -> None:
-    about = {"format": "agentfly_kit.run", "version": 1, "fingerprint": {"agent": {}}}
-    (tmp_path / "run.json").write_text(json.dumps(about))
-    (tmp_path / "steps.jsonl").write_text('{"step": 1, "success": 0.5}\n')
-    run = af.Run(tmp_path)
-    errors.check(
-        lambda: run.claim({"agent": {}}, resume=True),
-        af.errors.RunError,
-        "was written by agentfly_kit 0.1, which names settings differently",
-    )
-    assert json.loads((tmp_path / "run.json").read_text()) == about
-    assert run.records == [{"step": 1, "success": 0.5}], "its numbers can still be shown"
-    assert run.claim({"agent": {}}, resume=False) is False
 
 
 @pytest.mark.soak

@@ -306,7 +306,7 @@ def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
 
 
 @pytest.mark.long
-def test_10000_trajectories_are_smooth(notebook: Any) -> None:
+def test_only_the_rows_in_sight_of_10000_are_drawn(notebook: Any) -> None:
     nb = notebook(
         MANY,
         """
@@ -319,36 +319,10 @@ def test_10000_trajectories_are_smooth(notebook: Any) -> None:
         """,
         "view",
     )
-    nb.page.evaluate(
-        """() => { window.longest = 0; new PerformanceObserver((list) => {
-          for (const task of list.getEntries()) window.longest = Math.max(window.longest, task.duration);
-        }).observe({ type: "longtask" }); }"""
-    )
     page = nb.run()
     rows = page.locator(".afk-trajectoryview .afk-item")
     rows.first.wait_for()
     assert rows.count() < 60
-    # The list is built in a single task, so the longest task of the page bounds the time to build it.
-    print(f"10,000 on the page: longest task {page.evaluate('() => window.longest'):.0f} ms")
-    took, slowest = page.evaluate(
-        """async () => {
-          const panel = window.jupyterapp.shell.currentWidget;
-          const old = document.querySelector('.afk-trajectoryview');
-          const list = old.querySelector('.afk-window');
-          let slowest = 0;
-          for (let i = 0; i <= 100; i++) {
-            const began = performance.now();
-            list.scrollTop = i * (list.scrollHeight - list.clientHeight) / 100;
-            await new Promise((f) => requestAnimationFrame(() => requestAnimationFrame(f)));
-            slowest = Math.max(slowest, performance.now() - began);
-          }
-          const cells = old.querySelector('select[aria-label="Sort by"]');
-          const began = performance.now();
-          cells.value = 'seconds'; cells.dispatchEvent(new Event('change')); list.getBoundingClientRect();
-          return [performance.now() - began, slowest];
-        }"""
-    )
-    print(f"sorting 10,000: {took:.0f} ms; slowest of 100 jumps with its two frames: {slowest:.0f} ms")
     page.locator(".afk-trajectoryview .afk-window").focus()
     page.keyboard.press("End")
     nb.wait_python("len(view.selection)", 1)

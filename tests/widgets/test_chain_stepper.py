@@ -72,7 +72,7 @@ async def test_a_chain_that_has_not_ended_is_run_to_its_end_and_not_scored_as_ca
     await press(view, "sample")
     assert (view._state["can"]["finish"], view._state["can"]["run"]) == (False, True)
     await press(view, "finish")
-    assert "the chain has not ended; run it to its end first" in view._notice
+    assert "the chain has not ended; run it to its end, or" in view._notice
     assert view.chain.stop is None and not view.chain.closed
     await press(view, "run")  # also runs the pending call
     assert [turn.kind for turn in view.chain.turns] == ["prompt", *["action", "observation"] * 2, "action"]

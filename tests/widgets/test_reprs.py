@@ -9,7 +9,7 @@ from typing import Any
 
 import agents
 import pytest
-from views import NASTY, Page
+from views import NASTY, Page, started
 
 import agentfly_kit as af
 from agentfly_kit.integrations import html as _html
@@ -56,10 +56,7 @@ async def test_agents_tools_and_handles() -> None:
 
 
 async def test_a_training_run_shows_its_last_steps(tmp_path: Path) -> None:
-    policy = agents.random_policy()
-    agent = agents.agent(policy, max_turns=2, sampling=af.Sampling(max_tokens=4))
-    config = af.TrainConfig(steps=2, group_size=2, tasks_per_step=2)
-    run = af.train(agent, policy, agents.tasks(2), config, run=tmp_path / "run")
+    run = started(tmp_path / "run", 2)
     assert "no step yet" in page(run).text
     await run
     assert "seconds" in page(run).text

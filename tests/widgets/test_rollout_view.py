@@ -10,7 +10,7 @@ import agents
 import numpy as np
 import pytest
 from agentfly_kit.widgets.rollout_view import RESULTS, _rate
-from views import check_static, click, gated, leaves, press, sent, show, unpack
+from views import check_static, click, gated, leaves, press, sent, show, started, unpack
 from waiting import until
 
 import agentfly_kit as af
@@ -176,9 +176,7 @@ async def test_a_view_that_is_closed_in_the_middle_leaves_the_run_alone() -> Non
 
 
 async def test_a_training_run_shows_the_rollout_of_its_step(tmp_path: Any) -> None:
-    policy = agents.random_policy()
-    agent = agents.agent(policy, max_turns=2, sampling=af.Sampling(max_tokens=8))
-    run = af.train(agent, policy, agents.tasks(2), af.TrainConfig(steps=1000, group_size=4), run=tmp_path / "run")
+    run = started(tmp_path / "run", 1000)
     view = w.RolloutView(run)
     assert repr(view) == "RolloutView(no chain yet)"
     show(view)

@@ -108,7 +108,7 @@ def test_a_batch_row_may_hold_a_span_of_its_trajectory() -> None:
     assert (int(frame["token"][0]), int(frame["id"][0])) == (5, int(t.ids[5]))
     errors.check(lambda: view.select("t-0", 0), ValueError, re.compile(r"tokens 0 to 1 of .* are not in this view"))
     batch.ids[0, 6] = 999
-    errors.check(lambda: w.TokenView(batch), af.errors.AlignmentError, "not a span of its trajectory 't-0'")
+    errors.check(lambda: w.TokenView(batch), af.errors.AlignmentError, "must be a span of its trajectory 't-0'")
 
 
 def test_stats_bring_before_after_ratio_and_clip() -> None:

@@ -6,12 +6,11 @@ import math
 from pathlib import Path
 from typing import Any
 
-import agents
 import errors
 import numpy as np
 import pytest
 from agentfly_kit.widgets._curves import intervals
-from views import NASTY, FakeRun, ask, check_static, click, sent, show, unpack
+from views import NASTY, FakeRun, ask, check_static, click, sent, show, started, unpack
 from waiting import until
 
 import agentfly_kit as af
@@ -157,10 +156,7 @@ def test_intervals() -> None:
 
 
 async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None:
-    policy = agents.fresh()
-    agent = agents.agent(policy, max_turns=2, sampling=af.Sampling(max_tokens=32))
-    config = af.TrainConfig(steps=6, tasks_per_step=2, group_size=2, save_rollouts=True)
-    run = af.train(agent, policy, agents.tasks(4), config, run=tmp_path / "run")
+    run = started(tmp_path / "run", 6, save_rollouts=True)
     view = w.TrainView(run)
     assert view._about["control"] == {"can": True, "ended": False, "paused": False, "stopping": False}
 
@@ -187,7 +183,7 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
     await ask(view, "chain_stepper")
     assert view.opened.chain.origin is next(iter(view.selection))
     await ask(view, "chain_code")
-    cell: dict[str, Any] = {"af": af, "agent": agent}
+    cell: dict[str, Any] = {"af": af, "agent": run.agent}
     exec(view._cell["text"], cell)
     assert cell["trajectory"].id == view.selection.ids[0]
     assert cell["chain"].turns == cell["trajectory"].turns

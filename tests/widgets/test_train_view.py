@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from agentfly_kit.widgets import train_view
 from agentfly_kit.widgets._panels import FIELDS
-from views import FakeRun, check_static, unpack
+from views import FakeRun, check_static, started, unpack
 from waiting import GUARD, until
 
 import agentfly_kit as af
@@ -25,17 +25,6 @@ from agentfly_kit.trainer import loop
 
 def half() -> float:
     return 0.5
-
-
-def started(path: Path | None, steps: int = 4, **more: Any) -> Any:
-    policy = agents.fresh()
-    agent = agents.agent(policy, max_turns=2, sampling=af.Sampling(max_tokens=8))
-    tasks = agents.tasks(6)
-    if "evaluate_every" in more:
-        more["eval_tasks"] = tasks[:2]
-    eval_tasks = more.pop("eval_tasks", None)
-    config = af.TrainConfig(steps=steps, tasks_per_step=2, group_size=2, **more)
-    return af.train(agent, policy, tasks, config, run=path, eval_tasks=eval_tasks)
 
 
 def shown(view: Any) -> tuple[str, str]:

@@ -154,9 +154,6 @@ async def test_it_opens_tokens_and_the_stepper() -> None:
     assert view.opened.chain.turns == rollout.trajectories[1].turns
     await press(view, "leave")
     assert view.opened is None
-    alone = w.TrajectoryView(rollout)
-    await press(alone, "stepper", 0)
-    assert "agent=agent" in alone._notice
     await press(view, "code", 1)
     assert (await again(view._code["text"], rollout=rollout, agent=agent)).turns == rollout.trajectories[1].turns
 

@@ -84,9 +84,6 @@ async def test_a_call_is_picked_and_is_a_frame() -> None:
 
 
 async def test_a_call_goes_on_in_a_chain() -> None:
-    form = w.ToolForm(agents.calculator)
-    await press(form, "chain", "{}")
-    assert "pass agent=" in form._notice
     form = w.ToolForm(agents.calculator, agent=agents.scripted(["42"]), task=agents.tasks()[0])
     await press(form, "chain", '{"expression": "6*7"}')
     assert form._notice == ""
@@ -229,8 +226,6 @@ async def test_a_reward_form_shows_what_flipped() -> None:
     assert list(form.selection) == [form.picked]
     await press(form, "chain_tokens")
     assert form.opened.trajectories == (form.picked,)
-    await press(form, "chain_stepper")
-    assert "agent=" in form._notice
     await press(form, "chain_code")
     assert form._cell["text"].startswith(f"trajectory = next(t for t in rollout.trajectories if t.id == {gained[1]!r})")
     await press(form, "look", "nothing")

@@ -24,7 +24,7 @@ from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.generation import ContinuousBatch
 from agentfly_kit.engines.local.kv_cache import is_batch_invariant
 from agentfly_kit.engines.local.slots import ROW_MULTIPLE, Request
-from agentfly_kit.errors import EngineError, checks_keywords
+from agentfly_kit.errors import EngineError, check_count, checks_keywords
 from agentfly_kit.policy.cpu import single_torch_thread
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
@@ -49,20 +49,15 @@ class LocalEngine(Engine):
             none. This setting does not affect sampling.
 
     Raises:
-        EngineError: If an argument is invalid, or the model cannot be run with a KV cache.
+        EngineError, SettingsError: If an argument is invalid, or the model cannot be run with a KV cache.
         PolicyError: If the model scales or soft-caps its logits.
     """
 
     def __init__(self, policy: Policy, *, slots: int = 256, alternatives: int = 0) -> None:
         if not isinstance(policy, Policy):
             raise EngineError(f"policy must be a Policy, such as Policy.load(path), got {policy!r}")
-        if not isinstance(slots, int) or slots < 1:
-            raise EngineError(f"slots must be an integer of at least 1, got {slots!r}")
-        if not isinstance(alternatives, int) or not 0 <= alternatives <= policy.vocab_size:
-            raise EngineError(
-                f"alternatives must be an integer from 0 to the vocabulary size {policy.vocab_size}, got "
-                f"{alternatives!r}"
-            )
+        check_count("slots", slots)
+        check_count("alternatives", alternatives, 0)
         self.policy = policy
         self.alternatives = alternatives
         self.slots = -(-slots // ROW_MULTIPLE) * ROW_MULTIPLE
@@ -141,8 +136,8 @@ class LocalEngine(Engine):
     async def update(self, policy: Any) -> None:
         if policy is not self.policy:
             raise EngineError(
-                "update() was called with a different policy than the one this LocalEngine samples from; "
-                "create the engine from the policy that is trained: LocalEngine(policy)"
+                "policy must be the one from which this LocalEngine samples; create the engine from the policy that is "
+                "trained: LocalEngine(policy)"
             )
 
     def release(self, session: str) -> None:
@@ -150,16 +145,8 @@ class LocalEngine(Engine):
             self._released.append(session)
 
     async def _submit(self, ids: Sequence[int], sampling: Sampling, seed: int, session: str | None, top: int) -> Any:
-        if len(ids) == 0:
-            raise EngineError("ids must not be empty; pass the ids of the prompt")
-        if len(ids) >= self.max_length:
-            raise EngineError(f"{len(ids)} ids leave no space for an action in a context of {self.max_length} tokens")
+        self._check_ids(ids)
         array = np.asarray(ids, dtype=np.int64)
-        if array.min() < 0 or array.max() >= self.policy.vocab_size:
-            raise EngineError(
-                f"ids from {array.min()} to {array.max()} exceed the vocabulary of {self.policy.vocab_size} tokens; "
-                "encode the prompt with the tokenizer of this policy"
-            )
         loop = asyncio.get_running_loop()
         limit = min(sampling.max_tokens, self.max_length - len(ids))
         wanted = Request(array, sampling, seed, session, loop.create_future(), limit, top)

@@ -22,7 +22,7 @@ from agentfly_kit.engines.base import Engine, check_scorer
 from agentfly_kit.engines.vllm.host import Host, load_config
 from agentfly_kit.engines.vllm.weight_transfer import architecture, check_architecture
 from agentfly_kit.engines.vllm.worker import EXTRA_COLUMNS
-from agentfly_kit.errors import EngineError
+from agentfly_kit.errors import EngineError, check_choice, check_count
 from agentfly_kit.policy.policy import Policy, read_json
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
 
@@ -71,11 +71,9 @@ class VLLMEngine(Engine):
         alternatives: int = 0,
         **engine_args: Any,
     ) -> None:
-        if not isinstance(alternatives, int) or not 0 <= alternatives <= _MAX_TOP:
-            raise EngineError(f"alternatives must be an integer from 0 to {_MAX_TOP}, got {alternatives!r}")
+        check_count("alternatives", alternatives, 0)
+        check_choice("weights", weights, Literal["auto", "ipc", "shm"])
         self.alternatives = alternatives
-        if weights not in ("auto", "ipc", "shm"):
-            raise EngineError(f'weights must be "ipc", "shm" or "auto", got {weights!r}')
         # Policy or path shown in messages and in the record of a run; `model` may be a temporary folder.
         self.name = repr(model) if isinstance(model, Policy) else repr(str(model))
         if not isinstance(model, Policy) and (Path(model) / "adapter_config.json").exists():
@@ -259,8 +257,8 @@ class VLLMEngine(Engine):
         host = await self._ready()
         if sampling.truncates and not host.exact:
             raise EngineError(
-                f"{sampling}: this version of vLLM does not report the probability mass removed by truncation, so the "
-                "recorded logprobs would be wrong; sample without truncation, or use vLLM 0.32"
+                f"{sampling} must not truncate, because this vLLM does not report the removed probability mass; "
+                "sample without truncation, or use vLLM 0.32"
             )
         limit = min(sampling.max_tokens, self.max_length - len(ids))
         extra = EXTRA_COLUMNS + self.alternatives if host.exact else 0
@@ -320,19 +318,11 @@ class VLLMEngine(Engine):
         return tuple(out)
 
     def _check(self, ids: Sequence[int], sampling: Sampling) -> None:
-        if len(ids) == 0:
-            raise EngineError("ids must not be empty; pass the ids of the prompt")
-        if len(ids) >= self.max_length:
-            raise EngineError(f"{len(ids)} ids leave no space for an action in a context of {self.max_length} tokens")
-        if min(ids) < 0 or max(ids) >= self.vocab_size:
-            raise EngineError(
-                f"ids from {min(ids)} to {max(ids)} exceed the vocabulary of {self.vocab_size} tokens; "
-                "encode the prompt with the tokenizer of this model"
-            )
+        self._check_ids(ids)
         if sampling.temperature and not _MIN_TEMPERATURE <= sampling.temperature <= _MAX_TEMPERATURE:
             raise EngineError(
-                f"temperature={sampling.temperature} must be between {_MIN_TEMPERATURE} and {_MAX_TEMPERATURE}, "
-                "or 0 for greedy sampling; vLLM supports no other values"
+                f"temperature must be 0, or from {_MIN_TEMPERATURE} to {_MAX_TEMPERATURE} for vLLM, got "
+                f"{sampling.temperature}"
             )
 
     async def distribution(
@@ -365,8 +355,6 @@ class VLLMEngine(Engine):
         Raises:
             EngineError: If vLLM fails, or the ids exceed its context length.
         """
-        if not 2 <= len(ids) <= self.max_length:
-            raise EngineError(f"ids must have a length of 2 to {self.max_length} for {self!r}, got {len(ids)}")
         *before, last = (int(i) for i in ids)
         self._check(before, Sampling())
         host = await self._ready()
@@ -407,9 +395,8 @@ def _check_columns(got: Any, columns: int) -> None:
     found = 0 if got.logprobs is None else len(got.logprobs.logprobs)
     if found != columns * len(got.token_ids):
         raise EngineError(
-            f"vLLM returned {found} logprobs for {len(got.token_ids)} tokens, expected {columns} per token; this "
-            "version is not supported, or the engine also scored ids meanwhile: sample and score one after the other, "
-            "or use different engines"
+            f"vLLM must return {columns} logprobs per token, got {found} for {len(got.token_ids)} tokens; use one "
+            "engine for sampling and another for scoring, or a supported version"
         )
 
 

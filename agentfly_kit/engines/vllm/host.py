@@ -162,8 +162,6 @@ class Host:
             raise EngineError(
                 "an update of the weights failed while the request ran, so its result was discarded; sample again"
             )
-        if not outputs:
-            raise EngineError("vLLM returned no output for a request")
         return outputs[-1]
 
     async def _load(self, policy: Policy, transport: Literal["auto", "ipc", "shm"]) -> None:

@@ -6,10 +6,10 @@ import functools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias
 
 from agentfly_kit.envs.alfworld.house import CLEANABLE, COOLABLE, HEATABLE, HOLDS, LAMPS, OPENABLE, WORLD, House, Name
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import check_choice
 
 # Size of a game's room. A "small" room has four or five receptacles and a few objects, none of them hidden. A "full"
 # room has seven to thirty receptacles, as in ALFWorld, and may hide objects in closed receptacles.
@@ -88,8 +88,7 @@ _LAMP_STANDS = ("desk", "dresser", "shelf", "sidetable")
 
 def game(number: int, size: Size = "full") -> Game:
     """Generate the game with a given number, of type `KINDS[number % 6]`. Raise SettingsError for an invalid size."""
-    if size not in get_args(Size):
-        raise SettingsError(f"size must be {' or '.join(map(repr, get_args(Size)))}, got {size!r}")
+    check_choice("size", size, Size)
     return _game(number, size)
 
 

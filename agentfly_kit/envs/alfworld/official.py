@@ -74,7 +74,7 @@ def _read(path: Path) -> dict[str, Any]:
     game = _json(path)
     lacks = [name for name in ("pddl_domain", "grammar", "pddl_problem") if not isinstance(game.get(name), str)]
     if lacks:
-        raise SettingsError(f"{str(path)!r} is not an ALFWorld game: it has no {', '.join(lacks)}")
+        raise SettingsError(f"{str(path)!r} must be an ALFWorld game, but has no {', '.join(lacks)}")
     return game
 
 

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 from agentfly_kit import seeds
 from agentfly_kit._display import Displayable
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.errors import RewardError, SettingsError
+from agentfly_kit.errors import RewardError, SettingsError, check_choice
 from agentfly_kit.rewards import Reward
 from agentfly_kit.samples import Sampling, TurnRequest
 from agentfly_kit.trajectories import Group, Trajectory
@@ -71,8 +71,6 @@ class Rubric(Displayable):
         names = [criterion.name for criterion in self.criteria]
         if not names or len(set(names)) != len(names):
             raise SettingsError(f"a rubric must have at least one criterion and no duplicate names, got {names}")
-        if self.max_points < 1:
-            raise SettingsError(f"max_points must be at least 1, got {self.max_points}")
 
     @classmethod
     def from_spec(cls, given: Any, max_points: int = 10) -> Rubric:
@@ -249,16 +247,10 @@ class Judge(Displayable):
         seed: int = 0,
     ) -> None:
         if not isinstance(engine, Engine):
-            raise SettingsError(
-                f"engine must be an af.Engine, such as af.OpenAIEngine(base_url, model), got {engine!r}"
-            )
+            raise SettingsError(f"engine must be an engine, such as af.OpenAIEngine(base_url, model), got {engine!r}")
         chat = getattr(getattr(engine, "policy", None), "chat", None) if chat is None else chat
         if chat is None and engine.tokens == "exact" and engine.author == "policy":
             raise SettingsError(f"{engine!r} requires token ids: pass Judge(..., chat=af.Chat(tokenizer))")
-        if attempts < 1 or max_chars < 1 or not timeout > 0:
-            raise SettingsError(
-                f"attempts, max_chars and timeout must be positive, got {attempts}, {max_chars} and {timeout}"
-            )
         self.engine, self.chat = engine, chat
         self.rubric = None if rubric is None else Rubric.from_spec(rubric)
         self.attempts, self.timeout, self.max_chars, self.seed = attempts, timeout, max_chars, seed
@@ -330,8 +322,7 @@ class Judge(Displayable):
 
         Raises:  SettingsError for any other value of `how`.
         """
-        if how not in ("pairwise", "listwise"):
-            raise SettingsError(f"how must be 'pairwise' or 'listwise', got {how!r}")
+        check_choice("how", how, Literal["pairwise", "listwise"])
         texts = list(dict.fromkeys(answer for answer in answers if answer is not None))
         if len(texts) < 2:
             # There is nothing to compare, because all given answers are equal.
@@ -488,6 +479,5 @@ class Judge(Displayable):
             self.engine.release(session)
         if sample.ids is None:
             return sample.text or ""
-        if self.chat is None:
-            raise SettingsError("the engine returned token ids: pass Judge(..., chat=af.Chat(tokenizer))")
+        assert self.chat is not None, "an engine that returns token ids needs Judge(..., chat=af.Chat(tokenizer))"
         return str(self.chat.parse(sample.ids).content)

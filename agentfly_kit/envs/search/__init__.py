@@ -20,7 +20,7 @@ import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from agentfly_kit import task_files
 from agentfly_kit._display import Displayable
@@ -28,7 +28,7 @@ from agentfly_kit.envs import qa
 from agentfly_kit.envs.family import Family, Move, existing_file, int_field, row_id, tool_outputs
 from agentfly_kit.envs.retrieval import Embed, Index, VectorIndex, WordIndex, embedding, words
 from agentfly_kit.envs.search import encyclopedia
-from agentfly_kit.errors import SettingsError, TaskError, ToolError, check_count
+from agentfly_kit.errors import SettingsError, TaskError, ToolError, check_choice, check_count
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
@@ -140,8 +140,7 @@ class Search:
         elif corpus is not None and not isinstance(corpus, Corpus):
             corpus = Corpus(corpus)
         check_count("topk", topk)
-        if metric not in get_args(Metric):
-            raise SettingsError(f"metric must be 'em' or 'f1', got {metric!r}")
+        check_choice("metric", metric, Metric)
         self._given, self._topk, self._dense, self._metric, self._brief = corpus, topk, dense, metric, brief
 
     def check_task(self, task: Task) -> None:

@@ -62,8 +62,6 @@ class Shop:
     ) -> None:
         check_count("page_size", page_size)
         self._given = None if catalogue is None else _catalogue(catalogue)
-        if not callable(nouns):
-            raise SettingsError(f"nouns must be a function from a title to its nouns, got {nouns!r}")
         self._nouns = nouns
         self._page_size, self._brief = page_size, brief
 
@@ -73,8 +71,8 @@ class Shop:
         text = catalogue.goal(task.fields["goal"])["instruction_text"]
         if text not in str(task.messages[-1]["content"]):
             raise SettingsError(
-                f"the task does not match goal {task.fields['goal']} of {catalogue!r}, {text!r}; create tasks and agent"
-                " with the same catalogue: tasks(catalogue=mine), agent(..., options={'catalogue': mine})"
+                f"the task must match goal {task.fields['goal']} of {catalogue!r}, {text!r}; use the same catalogue: "
+                "tasks(catalogue=mine), agent(..., options={'catalogue': mine})"
             )
 
     async def reset(self, task: Task, seed: int) -> str | None:

@@ -120,11 +120,7 @@ def sandbox_report(limits: Limits | None = None) -> SandboxReport:
 def check_level(isolation: str | None) -> None:
     """Raise SettingsError if the level does not exist."""
     if isolation is not None and isolation not in LEVELS:
-        names = ", ".join(map(repr, LEVELS))
-        raise SettingsError(
-            f"isolation must be one of {names}, None for the best level available, or a container such as "
-            f'af.Container("python:3.12-slim"), got {isolation!r}'
-        )
+        raise SettingsError(f"isolation must be one of {LEVELS}, None, or an af.Container, got {isolation!r}")
 
 
 def resolve_level(isolation: str | None, limits: Limits) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from ...errors import SettingsError, check_types
+from ...errors import check_settings
 from ..inside import processes
 from . import reaper
 
@@ -39,12 +38,15 @@ class Limits:
     network: bool = False
 
     def __post_init__(self) -> None:
-        check_types(self)
-        least = {"memory_mb": 32, "processes": 1, "cpu_seconds": 0.1, "disk_mb": 1}
-        for name, low in least.items():
-            value = getattr(self, name)
-            if value is not None and not (math.isfinite(value) and value >= low):
-                raise SettingsError(f"{name} must be at least {low}, or None for no limit, got {value!r}")
+        check_settings(
+            self,
+            {
+                "memory_mb": "of at least 32",
+                "processes": "of at least 1",
+                "cpu_seconds": "of at least 0.1",
+                "disk_mb": "of at least 1",
+            },
+        )
 
     def rlimits(self) -> dict[str, int]:
         """Return the limits of each process, by their names in the module `resource`."""

@@ -15,7 +15,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-from .base import CALLS, Refused, home
+from .base import CALLS, home
 from .grading_data import dump_json, format_traceback
 from .values import decode, encode
 
@@ -88,8 +88,6 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 def answer(question: str) -> str:
     """Answer a request that a test has sent to the submission."""
-    if not Submission.name:
-        raise Refused("nothing was submitted to this interpreter")
     request = json.loads(question)
     try:
         if request["op"] == "import":
