@@ -34,10 +34,8 @@ async def test_trajectories_are_in_the_order_of_the_tasks() -> None:
 
     rollout = await scripted(script).rollout(numbered(9), group_size=3, max_concurrency=5)
     assert most == 5
-    assert [t.task.id for t in rollout] == [f"t{i}" for i in range(9) for _ in range(3)]
-    assert [t.chain for t in rollout] == [0, 1, 2] * 9
-    assert [len(g) for g in rollout.groups] == [3] * 9
-    assert [g.task.id for g in rollout.groups] == [f"t{i}" for i in range(9)]
+    assert [(t.task.id, t.chain) for t in rollout] == [(f"t{i}", chain) for i in range(9) for chain in range(3)]
+    assert [(g.task.id, len(g)) for g in rollout.groups] == [(f"t{i}", 3) for i in range(9)]
     assert len({t.id for t in rollout}) == 27
 
 
@@ -45,21 +43,18 @@ async def test_repeated_task_makes_two_groups_with_different_seeds() -> None:
     engine = Played(["5"])
     rollout = await agent(engine=engine, chat=chat()).rollout([TASK, TASK], group_size=2)
     assert [len(g) for g in rollout.groups] == [2, 2]
-    assert len({t.id for t in rollout}) == 4
-    assert len(set(engine.seeds)) == 4
+    assert (len({t.id for t in rollout}), len(set(engine.seeds))) == (4, 4)
 
 
 async def test_rollout_starts_once_when_awaited() -> None:
     engine = Played(["5"])
     run = agent(engine=engine, chat=chat()).rollout(TASK)
     await asyncio.sleep(0.01)
-    assert engine.given == []
-    assert repr(run) == "<rollout of 1 tasks x 1 has not run: write `await` before it>"
+    assert (engine.given, repr(run)) == ([], "<rollout of 1 tasks x 1 has not run: write `await` before it>")
     errors.check(lambda: run.groups, af.errors.NotAwaited, "write (await run).groups, or run.partial.groups")
     a, b = await asyncio.gather(run, run)
     assert a == b == await run
-    assert len(engine.given) == 1
-    assert repr(run) == "<rollout of 1 tasks x 1, 1 of 1 chains done, done>"
+    assert (len(engine.given), repr(run)) == (1, "<rollout of 1 tasks x 1, 1 of 1 chains done, done>")
 
 
 def test_asyncio_run_accepts_rollouts_evaluations_and_training_runs() -> None:
@@ -78,8 +73,7 @@ def test_agent_is_immutable_and_can_be_replaced() -> None:
     errors.check(lambda: setattr(a, "max_turns", 9), AttributeError)
     b = a.replace(max_turns=9)
     assert (a.max_turns, b.max_turns) == (4, 9)
-    assert "calculator" in repr(b)
-    assert "exact" in repr(b)
+    assert "calculator" in repr(b) and "exact" in repr(b)
 
 
 async def test_future_cancelled_inside_a_chain_does_not_cancel_the_rollout() -> None:
@@ -126,23 +120,20 @@ async def test_stop_returns_the_finished_chains() -> None:
     run.stop()
     rollout = await asyncio.wait_for(waiting, GUARD)
     assert [t.task.id for t in rollout] == ["t0", "t1", "t2", "t3"]
-    assert a.last_run is run
-    assert a.last_run.partial == rollout
-    await until(lambda: not tasks_left())
-
-
-async def test_stop_before_the_start() -> None:
-    run = scripted(["5"]).rollout(numbered(3))
-    run.stop()
-    assert len(await asyncio.wait_for(run, GUARD)) == 0
-    run = scripted(["5"]).rollout(numbered(3))
-    run.stop()
-    assert [t async for t in run] == []
+    assert a.last_run is run and run.partial == rollout
     await until(lambda: not tasks_left())
 
 
 async def collect(run: af.RolloutHandle) -> list[Any]:
     return [t async for t in run]
+
+
+@pytest.mark.parametrize("how", [asyncio.ensure_future, collect])
+async def test_stop_before_the_start(how: Any) -> None:
+    run = scripted(["5"]).rollout(numbered(3))
+    run.stop()
+    assert len(await asyncio.wait_for(how(run), GUARD)) == 0
+    await until(lambda: not tasks_left())
 
 
 async def test_cancelling_the_awaiting_task_keeps_the_finished_chains() -> None:
@@ -155,8 +146,7 @@ async def test_cancelling_the_awaiting_task_keeps_the_finished_chains() -> None:
         lambda: waiting, asyncio.CancelledError, "4 of 9 chains have finished and are kept in agent.last_run"
     )
     await until(lambda: not tasks_left())
-    assert len(a.last_run.partial) == 4
-    assert run.snapshot().state == "interrupted"
+    assert (len(a.last_run.partial), run.snapshot().state) == (4, "interrupted")
 
 
 async def test_repeated_cancellation_releases_all_leases() -> None:
@@ -247,10 +237,8 @@ async def test_listener_that_stops_the_rollout_receives_all_end_events() -> None
     run.subscribe(stop)
     await asyncio.wait_for(run, GUARD)
     check_events(events)
-    assert {e.trajectory: e.state for e in events if (e.kind, e.phase) == ("chain", "end")}.keys() == {
-        e.trajectory for e in events
-    }
-    assert "cancelled" in {e.state for e in events}
+    ends = {e.trajectory: e.state for e in events if (e.kind, e.phase) == ("chain", "end")}
+    assert ends.keys() == {e.trajectory for e in events} and "cancelled" in ends.values()
 
 
 def check_events(events: list[RolloutEvent]) -> None:

@@ -63,13 +63,16 @@ async def test_rows_equal_inputs_and_outputs_of_the_engine() -> None:
 async def test_row_text_is_the_conversation() -> None:
     t = await played([call("2+3"), "5"], name="alice").chain(TASK).run()
     assert (t.turns[1].author, t.turns[1].sampled) == ("alice", True)
-    assert chat().text(t.ids.tolist()) == (
-        "<|im_start|>system\nTools: calculator(expression)<|im_end|>\n<|im_start|>user\nWhat is 2+3?<|im_end|>\n"
-        f"<|im_start|>assistant\n{call('2+3')}<|im_end|>\n<|im_start|>tool\n<tool_response>5</tool_response><|im_end|>\n"
-        "<|im_start|>assistant\n5<|im_end|>"
+    assert (
+        "".join(t.token_texts)
+        == chat().text(t.ids.tolist())
+        == (
+            "<|im_start|>system\nTools: calculator(expression)<|im_end|>\n<|im_start|>user\nWhat is 2+3?<|im_end|>\n"
+            f"<|im_start|>assistant\n{call('2+3')}<|im_end|>\n<|im_start|>tool\n<tool_response>5</tool_response><|im_end|>\n"
+            "<|im_start|>assistant\n5<|im_end|>"
+        )
     )
     assert (t.stop, t.final, t.reward, t.metrics) == ("answered", "5", 1.0, {"exact": 1.0})
-    assert "".join(t.token_texts) == chat().text(t.ids.tolist())
 
 
 async def test_only_sampled_tokens_have_mask_1() -> None:
@@ -80,33 +83,26 @@ async def test_only_sampled_tokens_have_mask_1() -> None:
     chain.force(chat().encode("2"), end=False, author="hook")
     end = chain.force("3")
     t = chain.snapshot()
-    assert [(turn.kind, turn.author) for turn in t.turns] == [
-        ("prompt", "task"), ("forced", "person"), ("action", "policy"), ("observation", "tool"), ("forced", "hook"),
-        ("forced", "person"),
+    assert [(turn.kind, turn.author, turn.sampled) for turn in t.turns] == [
+        ("prompt", "task", False), ("forced", "person", False), ("action", "policy", True),
+        ("observation", "tool", False), ("forced", "hook", False), ("forced", "person", False),
     ]  # fmt: skip
-    assert {i for i, turn in enumerate(t.turns) if turn.sampled} == {2}
     assert [bool(m) for m in t.action_mask] == [i == 2 for i in t.turn_index]
-    assert end.messages[0]["content"] == "23", "a message is read from its forced beginning on"
-    assert action.messages[0]["content"] == "let me"
-    assert forced.messages == ()
+    # A message is read from its forced beginning on.
+    assert [[m["content"] for m in turn.messages] for turn in (forced, action, end)] == [[], ["let me"], ["23"]]
     assert len(t.actions) == 2
 
 
 async def test_truncated_turn_is_closed_with_mask_0() -> None:
     chain = played(["five I th…", "5"], sampling=cut_after("five I th")).chain(TASK)
     cut = await chain.step()
-    assert chain.stop == "turn_tokens"
-    assert (cut.ids or ())[-1] != STOP
+    assert chain.stop == "turn_tokens" and (cut.ids or ())[-1] != STOP
     told = chain.observe("go on")
-    assert (told.ids or ())[0] == STOP
-    assert not told.sampled
-    assert told.messages == ({"role": "user", "content": "go on"},)
+    assert not told.sampled and told.messages == ({"role": "user", "content": "go on"},)
     await chain.step()
     t = await chain.finish()
-    assert t.final == "5"
     at = t.turn_index.tolist().index(2)
-    assert t.ids[at] == STOP
-    assert not t.action_mask[at]
+    assert (t.final, told.ids[0], t.ids[at], t.action_mask[at]) == ("5", STOP, STOP, False)  # type: ignore[index]
 
 
 async def test_observation_closes_a_turn_ended_by_a_stop_string() -> None:
@@ -174,17 +170,15 @@ async def test_observation_without_following_action_is_not_in_the_row(settings: 
     assert t.stop == stop
     engine_saw = t.turns[:2]
     assert len(t.ids) == sum(len(turn.ids or ()) for turn in engine_saw)
-    assert t.turns[-1].ids == ()
-    assert t.turns[-1].text.startswith("word word")
+    assert t.turns[-1].ids == () and t.turns[-1].text.startswith("word word")
     assert int(t.action_mask.sum()) == len(t.turns[1].ids or ())
 
 
 async def test_max_tokens_of_a_chain_is_not_exceeded() -> None:
     for limit in range(1, 60, 7):
-        played_agent = played([call("1+1"), call("2+2"), LONG], max_tokens=limit)
-        engine = played_agent.engine
-        t = await played_agent.chain(TASK).run()
-        assert all(s.max_tokens <= limit for s in engine.samplings)
+        a = played([call("1+1"), call("2+2"), LONG], max_tokens=limit)
+        t = await a.chain(TASK).run()
+        assert all(s.max_tokens <= limit for s in a.engine.samplings)
         assert sum(len(turn.ids or ()) for turn in t.turns if turn.kind == "action" and turn.stop == "length") <= limit
 
 
@@ -198,12 +192,11 @@ async def test_unclosed_call_is_not_run() -> None:
         return ""
 
     begun, more = call("1+1", "spy")[:-12], call("1+1", "spy") + " and"
-    assert (await played([begun + "…"], tools=[spy], sampling=cut_after(begun)).chain(TASK).run()).stop == "turn_tokens"
+    for text in (begun, more):
+        t = await played([text + "…"], tools=[spy], sampling=cut_after(text)).chain(TASK).run()
+        assert (t.stop, ran) == ("turn_tokens", [])
     told = await played([begun, "5"], tools=[spy]).chain(TASK).run()
-    assert told.stop == "answered"
-    assert "was not closed" in told.turns[2].text
-    assert (await played([more + "…"], tools=[spy], sampling=cut_after(more)).chain(TASK).run()).stop == "turn_tokens"
-    assert ran == []
+    assert (told.stop, ran) == ("answered", []) and "was not closed" in told.turns[2].text
 
 
 async def test_valid_call_resets_the_count_of_invalid_calls() -> None:
@@ -242,11 +235,10 @@ async def test_dead_sandbox_leaves_only_its_own_chain_unscored() -> None:
         rollout = await a.rollout(
             [TASK, bad, af.Task("u", TASK.messages, TASK.fields)], group_size=2, max_concurrency=2
         )
-        assert [t.stop for t in rollout] == ["answered"] * 2 + ["error"] * 2 + ["answered"] * 2
-        assert [t.reward for t in rollout] == [1.0, 1.0, None, None, 1.0, 1.0]
-        dead = rollout.trajectories[2]
-        assert (dead.error.type, dead.error.host) == ("Killed", True)
-        assert pool.snapshot().leased == 0
+        answered, error = ("answered", 1.0), ("error", None)
+        assert [(t.stop, t.reward) for t in rollout] == [answered] * 2 + [error] * 2 + [answered] * 2
+        dead = rollout.trajectories[2].error
+        assert (dead.type, dead.host, pool.snapshot().leased) == ("Killed", True, 0)
         assert af.collate(rollout).dropped[0].reason == "unscored (tool put)"
 
 
@@ -263,8 +255,7 @@ async def test_timeout_of_a_chain(where: str) -> None:
         else:
             a = played([put_call("a"), put_call("x", "hang")], tools=[put, hang], pools=[pool], timeout=0.1)
         t = await a.chain(TASK).run()
-        assert (t.stop, t.reward, t.truncated) == ("timeout", 0.0, True)
-        assert pool.snapshot().leased == 0
+        assert (t.stop, t.reward, t.truncated, pool.snapshot().leased) == ("timeout", 0.0, True, 0)
 
 
 async def test_sandbox_is_kept_until_the_reward_has_run() -> None:
@@ -289,9 +280,8 @@ async def test_pool_closed_during_a_chain_is_recorded_as_error() -> None:
 
 async def test_turn_repr_has_a_label() -> None:
     chain = played([call("1+1"), "2"], max_turns=6).chain(TASK)
-    assert "turn 1 of 6" in repr(await chain.sample())
-    assert "turn 1 of 6" in repr(await chain.act())
-    assert "turn 2 of 6" in repr(await chain.step())
+    for method, turn in ((chain.sample, 1), (chain.act, 1), (chain.step, 2)):
+        assert f"turn {turn} of 6" in repr(await method())
     assert repr(chain).startswith("Chain('chain-0:t/0', stopped: answered")
 
 
@@ -367,8 +357,7 @@ async def test_distribution_matches_sampling_and_does_not_change_the_chain() -> 
     with_it = (await chain.sample()).ids
     assert (await agent().chain(TASK).sample()).ids == with_it
     assert (await agent().chain(TASK).sample(greedy=True)).ids[0] == seen.ids[0]  # type: ignore[index]
-    assert len(seen.texts) == 3
-    assert "entropy" in repr(seen)
+    assert len(seen.texts) == 3 and "entropy" in repr(seen)
 
 
 async def test_greedy_turn_is_rejected_for_training() -> None:
@@ -382,12 +371,9 @@ async def test_rewind_restores_the_same_turn() -> None:
     chain = await stepped(played([call("1+1"), "5"]).chain(TASK))
     kept = chain.turns[2]
     await chain.step()
-    assert chain.rewind(to=2) is kept
-    assert chain.turn is kept
-    assert chain.stop is None
+    assert chain.rewind(to=2) is chain.turn is kept and chain.stop is None
     assert (await chain.step()).ids == (await played([call("1+1"), "5"]).chain(TASK).run()).turns[3].ids
-    assert chain.rewind(to=chain.turns[3]).kind == "action"
-    assert chain.stop == "answered"
+    assert (chain.rewind(to=chain.turns[3]).kind, chain.stop) == ("action", "answered")
     chain.rewind(to=1)
     assert (await chain.act()).tool_calls[0].result.observation == "2"  # type: ignore[union-attr]
 
@@ -441,14 +427,10 @@ async def test_fork_shares_turns_and_samples_independently() -> None:
     forks = [await chain.fork() for _ in range(5)]
     same = await chain.fork(same_seeds=True)
     assert all(x is y for f in forks for x, y in zip(f.turns, chain.turns, strict=True))
-    said = [(await f.sample()).ids for f in forks]
-    own = (await chain.sample()).ids
-    assert len({*said, own}) > 3
-    assert (await same.sample()).ids == own
+    *others, own, twin = [await f.sample() for f in (*forks, chain, same)]
+    assert len({turn.ids for turn in (*others, own)}) > 3 and len({turn.seed for turn in (*others, own)}) == 6
+    assert (twin.ids, twin.seed) == (own.ids, own.seed)
     assert len(chain.turns) == 4
-    seeds = [f.turn.seed for f in forks]
-    assert len({*seeds, chain.turn.seed}) == 6
-    assert same.turn.seed == chain.turn.seed
     for f in (*forks, same, chain):
         t = f.snapshot()
         at = np.flatnonzero(t.action_mask).tolist()
@@ -461,8 +443,7 @@ async def test_fork_ids_are_unique() -> None:
     family: list[af.Chain] = [chain]
     for same_seeds in (True, False, True, False):
         family += [await member.fork(same_seeds=same_seeds) for member in list(family)]
-    assert len(family) == 16
-    assert len({member.id for member in family}) == 16
+    assert len(family) == len({member.id for member in family}) == 16
 
 
 async def test_fork_of_a_fork_with_same_seeds_samples_the_same_tokens() -> None:
@@ -603,9 +584,8 @@ async def test_steps_and_run_give_the_same_chain() -> None:
     while by_hand.stop is None:
         await by_hand.step()
     one, two = await by_hand.finish(), await agent().chain(TASK).run()
-    assert one.ids.tolist() == two.ids.tolist()
+    assert (one.ids.tolist(), one.reward) == (two.ids.tolist(), two.reward)
     assert one.logprobs.tobytes() == two.logprobs.tobytes()
-    assert one.reward == two.reward
 
 
 async def test_subscribers_are_notified_of_every_change() -> None:
@@ -613,8 +593,8 @@ async def test_subscribers_are_notified_of_every_change() -> None:
     seen: list[tuple[int, str | None, bool]] = []
     end = chain.subscribe(lambda c: seen.append((len(c.turns), c.stop, c.busy)))
     await chain.step()
-    assert [n for n, _, _ in seen] == sorted(n for n, _, _ in seen)
-    assert {n for n, _, _ in seen} == {1, 2, 3}
+    turns = [n for n, _, _ in seen]
+    assert turns == sorted(turns) and set(turns) == {1, 2, 3}
     assert (seen[0], seen[-1]) == ((1, None, True), (3, None, False))
     chain.rewind(0)
     assert (1, None, False) in seen[-4:]

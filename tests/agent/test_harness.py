@@ -54,8 +54,8 @@ async def test_an_append_only_harness_gives_one_row_with_the_sampled_ids() -> No
     assert (t.stop, t.final, t.reward, len(t.rows)) == ("answered", "5", 1.0, 1)
     row = t.rows[0]
     # Each prompt is the row up to that request, and the row ends with the last action.
-    assert tuple(row.ids) == engine.given[1] + engine.gave[1]
-    assert engine.given[1][: len(engine.given[0]) + len(engine.gave[0])] == engine.given[0] + engine.gave[0]
+    first, second = (given + gave for given, gave in zip(engine.given, engine.gave, strict=True))
+    assert tuple(row.ids) == second and second[: len(first)] == first
     assert tuple(row.ids[row.action_mask]) == engine.gave[0] + engine.gave[1]
     assert [(c.name, c.arguments, c.result.observation) for c in t.tool_calls if c.result] == [
         ("calculator", {"expression": "2+3"}, "5")
@@ -69,9 +69,8 @@ async def test_an_append_only_harness_gives_one_row_with_the_sampled_ids() -> No
 async def test_the_shipped_policy_is_reproducible_at_any_concurrency() -> None:
     given = [task_with_question(task) for task in tasks(8)]
     runs = [await harnessed(solve).rollout(given, 2, max_concurrency=n) for n in (1, 5, 64)]
-    for other in runs[1:]:
-        assert [tuple(t.ids) for t in other] == [tuple(t.ids) for t in runs[0]]
-        assert [t.reward for t in other] == [t.reward for t in runs[0]]
+    one, *others = [[(tuple(t.ids), t.reward) for t in run] for run in runs]
+    assert others == [one, one]
     assert all(t.stop == "answered" or t.truncated or t.stop == "harness_failed" for t in runs[0]), runs[0]
     assert {len(t.rows) for t in runs[0]} == {1}
 
@@ -116,8 +115,8 @@ async def test_retries_and_choices_branch_with_a_shared_prefix() -> None:
         len(engine.given[1]) + len(engine.gave[1]),
         len(engine.given[3]) + len(engine.gave[3]),
     ]
-    assert engine.given[1] == engine.given[2]  # both choices see the same prompt
-    assert engine.seeds[1] != engine.seeds[2]
+    # Both choices see the same prompt.
+    assert engine.given[1] == engine.given[2] and engine.seeds[1] != engine.seeds[2]
     # Each sampled token is trained once, in the row in which it was sampled.
     trained = [tuple(row.ids[row.action_mask]) for row in t.rows]
     assert trained == [engine.gave[0] + engine.gave[1], engine.gave[2] + engine.gave[3]]
@@ -190,9 +189,8 @@ async def test_a_limit_ends_the_chain_although_the_harness_goes_on() -> None:
         return "5"
 
     t = await run_one(endless, ["x"] * 9, max_turns=3)
-    assert (t.stop, len(t.actions), t.final) == ("max_turns", 3, None)
+    assert (t.stop, t.reward, t.final, len(t.actions), len(t.rows)) == ("max_turns", 0, None, 3, 3)
     assert attempts < 50  # cancelled
-    assert len(t.rows) == 3 and t.reward == 0
 
 
 async def test_a_failed_engine_is_not_the_models_fault() -> None:
@@ -212,8 +210,7 @@ async def test_returning_nothing_means_the_last_action_and_other_values_become_t
         return 5
 
     t = await run_one(number, ["no"])
-    assert (t.final, t.reward) == ("5", 1.0)
-    assert t.turns[-1].author == "harness" and t.turns[-1].ids == ()
+    assert (t.final, t.reward, t.turns[-1].author, t.turns[-1].ids) == ("5", 1.0, "harness", ())
 
 
 async def test_a_hanging_harness_ends_with_the_time_limit_and_leaves_nothing() -> None:

@@ -59,10 +59,8 @@ async def test_forks_of_a_policy_differ_and_are_reproducible() -> None:
     made = agent(sampling=af.Sampling(max_tokens=16, temperature=3.0), before_turn=force, after_observation=once)
     rollout = await made.rollout(TASKS, max_concurrency=2)
     again = await made.rollout(TASKS, max_concurrency=64)
-    assert [t.ids.tolist() for t in rollout] == [t.ids.tolist() for t in again]
-    assert [t.id for t in rollout] == [t.id for t in again]
-    for group in rollout.groups:
-        assert len({tuple(t.ids) for t in group}) > 1
+    assert [(t.id, t.ids.tolist()) for t in rollout] == [(t.id, t.ids.tolist()) for t in again]
+    assert all(len({tuple(t.ids) for t in group}) > 1 for group in rollout.groups)
 
 
 async def test_hook_that_raises_affects_only_its_chain() -> None:
@@ -71,10 +69,9 @@ async def test_hook_that_raises_affects_only_its_chain() -> None:
             raise ValueError("no")
 
     rollout = await scripted([CALL, "6"], before_turn=bad).rollout(TASKS)
-    by: dict[str, af.Trajectory] = {t.task.id: t for t in rollout}
-    assert (by["t2"].stop, by["t2"].reward) == ("error", None)
-    assert "no" in str(by["t2"].error)
-    assert all(t.reward == 1 for name, t in by.items() if name != "t2")
+    good = ("answered", 1)
+    assert [(t.stop, t.reward) for t in rollout] == [good, good, ("error", None), good, good]
+    assert "no" in str(rollout.trajectories[2].error)
 
 
 async def test_error_in_after_chain_is_a_warning() -> None:
@@ -116,11 +113,10 @@ async def test_forks_do_not_wait_for_sandboxes_of_their_siblings(max_concurrency
         )
         with pytest.warns(UserWarning, match="not forked: no ForkingBox is free"):
             rollout = await asyncio.wait_for(a.rollout(TASKS[:2], max_concurrency=max_concurrency), GUARD)
-        summary = rollout.summary()
+        forks = len(rollout) - 2
+        summary = {"forks": 0, **rollout.summary()}
         assert all(t.reward == 1 for t in rollout), [t.error for t in rollout]
-        assert len(rollout) == 2 + summary.get("forks", 0)
-        assert summary.get("forks", 0) + summary["forks_refused"] == 4
-        assert summary["forks_refused"] >= 1
+        assert (summary["forks"], summary["forks_refused"]) == (forks, 4 - forks) and forks < 4
         assert pool.snapshot().leased == 0
 
 

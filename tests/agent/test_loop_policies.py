@@ -45,8 +45,7 @@ async def test_a_nudge_that_never_helps_ends_with_the_answer(limit: int) -> None
 async def test_a_nudge_applies_in_steps_and_to_an_appended_sample() -> None:
     a = played(["hm", call("1+1"), "2"], nudge="Call the tool.")
     chain = a.chain(TASK)
-    assert (await chain.step()).kind == "action"
-    assert chain.turn.author == "nudge"
+    assert ((await chain.step()).kind, chain.turn.author) == ("action", "nudge")
     other = a.chain(TASK)
     (sample,) = (await other.sample_turns(1)).trajectories
     other.append_sample(sample)
@@ -71,9 +70,9 @@ def divide(expression: str) -> float:
 )
 async def test_the_text_of_an_exception_is_shown_on_request(shown: bool, text: str) -> None:
     t = await one(played([call("0", name="divide"), "2"], tools=[calculator, divide], show_exceptions=shown))
-    assert t.tool_calls[0].result.observation == text
+    result = t.tool_calls[0].result
+    assert (result.observation, result.error.type) == (text, "ZeroDivisionError")
     assert text in chat().text(t.ids.tolist())
-    assert t.tool_calls[0].result.error.type == "ZeroDivisionError"
 
 
 # --- sliding window
@@ -82,18 +81,13 @@ async def test_the_text_of_an_exception_is_shown_on_request(shown: bool, text: s
 async def test_a_window_makes_each_step_a_row() -> None:
     a = played([call("1+1"), call("2+2"), call("3+3"), "2"], before_turn=af.hooks.sliding_window(1))
     t = await one(a)
-    assert (t.reward, t.error, len(t.rows)) == (1.0, None, 4)
+    assert (t.reward, t.error) == (1.0, None)
     assert [row.turns[0].author for row in t.rows] == ["task", "window", "window", "window"]
-    shown = chat().text(t.rows[3].ids.tolist())
-    assert "3+3" in shown
-    assert "2+2" not in shown
-    assert "What is 1+1?" in shown
     assert af.collate(t, [1.0]).mask.sum() == sum(int(row.action_mask.sum()) for row in t.rows)
-    wide = await one(a.replace(before_turn=af.hooks.sliding_window(2)))
-    assert "2+2" in chat().text(wide.rows[3].ids.tolist())
-    none = await one(a.replace(before_turn=af.hooks.sliding_window(0)))
-    assert "3+3" not in chat().text(none.rows[3].ids.tolist())
-    assert "\n6<" in chat().text(none.rows[3].ids.tolist())
+    for width, shown in ((0, ["1+1", "\n6<"]), (1, ["1+1", "3+3"]), (2, ["1+1", "2+2", "3+3"])):
+        t = await one(a.replace(before_turn=af.hooks.sliding_window(width)))
+        text = chat().text(t.rows[3].ids.tolist())
+        assert [part for part in ("1+1", "2+2", "3+3", "\n6<") if part in text] == shown
 
 
 # --- penalties
@@ -148,10 +142,8 @@ async def test_a_full_context_is_summarized_by_the_policy(extra: str, nudge: str
     t = await summarized([CALL, CALL, f"found 2{extra}", *["2"] * 2], nudge=nudge)
     assert (t.stop, t.error, t.reward, len(t.rows)) == ("answered", None, 1.0, 3)
     question, rest = (chat().text(row.ids.tolist()) for row in t.rows[1:])
-    assert "Sum up." in question
-    assert question.endswith(f"found 2{extra}<|im_end|>")
-    assert "found 2<|im_end|>" in rest
-    assert "Sum up." not in rest
+    assert "Sum up." in question and question.endswith(f"found 2{extra}<|im_end|>")
+    assert "Sum up." not in rest and "found 2<|im_end|>" in rest
     assert max(map(len, t.rows)) <= ROOM
     assert int(t.rows[1].action_mask.sum()) == len(t.rows[1].turns[-1].ids)  # the summary is trained
 

@@ -103,8 +103,8 @@ def same(a: af.Rollout, b: af.Rollout) -> None:
     for x, y in zip(a, b, strict=True):
         for p, q in zip(x.turns, y.turns, strict=True):
             assert dataclasses.replace(p, parent=None) == dataclasses.replace(q, parent=None)
-            assert (p.seconds, p.label) == (q.seconds, q.label)  # not compared, but kept
-            assert (p.parent is None) == (q.parent is None)
+            # Not compared, but kept.
+            assert (p.seconds, p.label, p.parent is None) == (q.seconds, q.label, q.parent is None)
 
 
 @pytest.mark.parametrize("half", [True, False])
@@ -224,8 +224,7 @@ def test_a_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.M
         af.errors.RunError,
         re.compile(r"r\.jsonl could not be written \(.*No space left.*an existing file is"),
     )
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == ["r.jsonl"]
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == {"r.jsonl": before}
 
 
 # --- frames, scores, differences -----------------------------------------------------------------
@@ -283,10 +282,10 @@ async def test_diff_pairs_each_chain_with_itself() -> None:
     wrong, right = played(["no"]), played(lambda task, turn: task.fields["answer"])
     before, after = await wrong.rollout(some, group_size=2), await right.rollout(some, group_size=2)
     diff = before.diff(after)
-    assert (len(diff.pairs), diff.success, len(diff.gained), diff.lost) == (6, (0.0, 1.0), 6, ())
-    assert all(a.task.id == b.task.id and a.chain == b.chain for a, b in diff.pairs)
-    assert diff.p_value == 0.25, "three tasks, whatever the number of chains"
-    assert "success 0.000 -> 1.000, p = 0.25, 6 gained, 0 lost" in repr(diff)
+    assert (diff.success, len(diff.gained), diff.lost) == ((0.0, 1.0), 6, ())
+    assert [(a.id, b.id) for a, b in diff.pairs] == [(a.id, b.id) for a, b in zip(before, after, strict=True)]
+    # The p-value is that of three tasks, whatever the number of chains.
+    assert diff.p_value == 0.25 and "success 0.000 -> 1.000, p = 0.25, 6 gained, 0 lost" in repr(diff)
     first, *others = after
     unscored = before.diff(af.Rollout.from_trajectories([first.replace(reward=None), *others]))
     assert (unscored.success, len(unscored.gained)) == ((0.0, 1.0), 5)
@@ -342,19 +341,18 @@ def test_a_run_is_created_continued_or_rejected(tmp_path: Path) -> None:
     assert not run.claim(PRINT, resume=True)
     run.append({"step": 1, "loss": 0.5})
     again = af.Run(tmp_path / "run")
-    assert again.claim(PRINT, resume=True)
-    assert again.records == [{"step": 1, "loss": 0.5}]
+    assert again.claim(PRINT, resume=True) and again.records == [{"step": 1, "loss": 0.5}]
     other = {"config": {"lr": 0.2, "steps": 3, "clip": 0.1}, "reward": {"f": {"source": "def f():\n    return 2\n"}}}
     with pytest.raises(af.RunMismatch) as told:
         af.Run(tmp_path / "run").claim(other, resume=True)
-    for line in ("config.lr: was 0.1, now 0.2", "config.clip: not in the folder's run, now 0.1"):
-        assert line in str(told.value)
-    for line in ("reward.f.source changed:", "-    return 1", "+    return 2", "resume=False to replace"):
+    for line in (
+        "config.lr: was 0.1, now 0.2", "config.clip: not in the folder's run, now 0.1", "reward.f.source changed:",
+        "-    return 1", "+    return 2", "resume=False to replace",
+    ):  # fmt: skip
         assert line in str(told.value)
     assert "steps" not in str(told.value)
-    assert not af.Run(tmp_path / "run").claim(other, resume=False)
-    assert af.Run(tmp_path / "run").records == []
-    assert af.Run(tmp_path / "run").claim(other, resume=True)
+    assert not again.claim(other, resume=False)
+    assert (af.Run(tmp_path / "run").records, again.claim(other, resume=True)) == ([], True)
     af.Run(tmp_path / "numpy").claim({"lr": np.float32(0.5)}, resume=True)
     assert af.Run(tmp_path / "numpy").claim({"lr": 0.5}, resume=True)
 
@@ -411,8 +409,8 @@ def test_damaged_and_newer_runs(tmp_path: Path, run: af.Run) -> None:
 
 @pytest.mark.parametrize("cut", [1, 5, None])
 def test_an_incomplete_last_line_is_overwritten(tmp_path: Path, run: af.Run, cut: int | None) -> None:
-    run.append({"step": 1})
-    run.append({"step": 2})
+    for step in (1, 2):
+        run.append({"step": step})
     file = tmp_path / "r" / "steps.jsonl"
     whole = file.read_text()
     file.write_text(whole + whole.splitlines()[-1][:cut])  # with cut=None, only the line end is missing
@@ -522,8 +520,7 @@ def test_an_interrupted_claim_can_be_repeated(tmp_path: Path, monkeypatch: pytes
         more = interrupted(monkeypatch, at, Killed(), work)
         run = af.Run(folder)
         assert not run.claim(PRINT, resume=False) or not known
-        assert run.records == []
-        assert held(run) is None
+        assert (run.records, held(run)) == ([], None)
         if not more:
             break
     assert at > 3

@@ -27,6 +27,10 @@ def engine_rows(engine: Played) -> list[tuple[int, ...]]:
     return rows
 
 
+def row_ids(t: af.Trajectory) -> list[tuple[int, ...]]:
+    return [tuple(row.ids.tolist()) for row in t.rows]
+
+
 async def compacted(**settings: Any) -> tuple[af.Chain, af.Trajectory]:
     """Return a chain of three rows: two calls, each followed by a compaction, and an answer."""
     chain = await stepped(played([call("1+1"), call("2*2"), "4"], **settings).chain(TASK))
@@ -39,7 +43,7 @@ async def compacted(**settings: Any) -> tuple[af.Chain, af.Trajectory]:
 
 async def test_each_row_equals_inputs_and_outputs_of_the_engine() -> None:
     chain, t = await compacted()
-    assert [row.ids.tolist() for row in t.rows] == [list(ids) for ids in engine_rows(chain.agent.engine)]
+    assert row_ids(t) == engine_rows(chain.agent.engine)
     assert (t.reward, t.stop, t.final, len(t.actions)) == (1.0, "answered", "4", 3)
     assert [(turn.row, turn.kind, turn.author) for turn in t.turns] == [
         (0, "prompt", "task"), (0, "action", "policy"), (0, "observation", "tool"), (1, "prompt", "hook"),
@@ -57,8 +61,7 @@ async def test_each_row_equals_inputs_and_outputs_of_the_engine() -> None:
         assert set(row.turn_index[row.action_mask].tolist()) == {t.turns.index(turn)}
     assert [len(row) for row in t.rows] == [len(row.ids) for row in t.rows]
     assert repr(t.rows[2]) == f"Row(2 of '{t.id}', 2 turns, {len(t.rows[2])} tokens, 2 sampled)"
-    assert f"{sum(map(len, t.rows))} tokens in 3 rows" in repr(t)
-    assert " in 3 rows" in repr(chain)
+    assert f"{sum(map(len, t.rows))} tokens in 3 rows" in repr(t) and " in 3 rows" in repr(chain)
     assert "<th>row</th>" in t._repr_html_()
 
 
@@ -91,8 +94,7 @@ async def test_compact_can_replace_the_prompt() -> None:
     assert prompt.ids == chat().prompt([{"role": "user", "content": "2, twice?"}], chain.agent.tools.schemas)
     assert "Be brief." not in prompt.text
     prompt = chain.compact("2 so far")
-    assert "Be brief." in prompt.text
-    assert prompt.row == 2
+    assert "Be brief." in prompt.text and prompt.row == 2
 
 
 async def test_policy_can_write_the_summary() -> None:
@@ -107,11 +109,9 @@ async def test_policy_can_write_the_summary() -> None:
     assert chain.stop is None
     await chain.step()
     t = await chain.finish()
-    assert [row.ids.tolist() for row in t.rows] == [list(ids) for ids in engine_rows(chain.agent.engine)]
-    assert [int(row.action_mask.sum()) for row in t.rows] == [
-        len(chain.agent.engine.gave[0]) + len(chain.agent.engine.gave[1]),
-        len(chain.agent.engine.gave[2]),
-    ]
+    assert row_ids(t) == engine_rows(chain.agent.engine)
+    one, two, three = map(len, chain.agent.engine.gave)
+    assert [int(row.action_mask.sum()) for row in t.rows] == [one + two, three]
     assert (t.reward, t.final) == (1.0, "4")
 
 
@@ -197,8 +197,7 @@ async def test_on_context_full_can_compact(script: list[str], why: str) -> None:
     t = (await a.rollout([TASK])).trajectories[0]
     assert called == ["observation" if why == "no room to begin" else "action"]
     assert (t.stop, t.reward, len(t.rows)) == ("answered", 1.0, 2)
-    assert [row.ids.tolist() for row in t.rows] == [list(ids) for ids in engine_rows(engine)]
-    assert max(map(len, t.rows)) <= room
+    assert row_ids(t) == engine_rows(engine) and max(map(len, t.rows)) <= room
 
 
 async def test_compaction_that_does_not_fit_ends_the_chain() -> None:
@@ -231,10 +230,10 @@ async def test_rewritten_history_begins_a_row() -> None:
         chain.observe("and then?")
     await chain.sample()
     t = await chain.finish()
-    assert [row.ids.tolist() for row in t.rows] == [list(ids) for ids in engine_rows(engine)]
+    assert row_ids(t) == engine_rows(engine)
     # The template changes the history from the third action on, so each later action begins a new row.
     assert [turn.author for turn in t.turns if turn.kind == "prompt"] == ["task", "template", "template"]
-    texts = [rewriting.text(row.ids.tolist()) for row in t.rows]
+    texts = [rewriting.text(ids) for ids in row_ids(t)]
     assert "one" in texts[0] and "two" in texts[0]
     assert "ONE" in texts[2] and "THREE" in texts[2] and "one" not in texts[2]
     assert [i for row in t.rows for i in row.ids[row.action_mask].tolist()] == [i for said in engine.gave for i in said]
@@ -274,11 +273,10 @@ async def test_author_of_sampled_tokens() -> None:
     assert [turn.author for turn in t.actions] == ["white", "black", "white"]
     row = t.rows[0]
     white, black = row.sampled_by("white"), row.sampled_by("black")
-    assert not (white & black).any()
-    assert (white | black).tolist() == row.action_mask.tolist() == row.sampled_by("white", "black").tolist()
+    assert not (white & black).any() and not row.sampled_by("nobody").any()
+    for sampled in (white | black, row.sampled_by("white", "black"), row.sampled_by()):
+        assert sampled.tolist() == row.action_mask.tolist()
     assert row.ids[black].tolist() == list(t.actions[1].ids or ())
-    assert row.sampled_by().tolist() == row.action_mask.tolist()
-    assert not row.sampled_by("nobody").any()
 
 
 async def test_rows_are_saved_and_loaded(tmp_path: Path) -> None:
@@ -301,15 +299,12 @@ async def test_frames_contain_the_row_index() -> None:
     tokens = rollout.to_frame("tokens")
     for row in t.rows:
         own = tokens[tokens["row"] == row.index]
-        assert own["position"].tolist() == list(range(len(row)))
-        assert own["id"].tolist() == row.ids.tolist()
-        assert own["mask"].tolist() == row.action_mask.tolist()
-        assert own["turn"].tolist() == row.turn_index.tolist()
-    head = rollout.to_frame().iloc[0]
-    assert (head["rows"], head["tokens"]) == (3, sum(map(len, t.rows)))
-    assert head["action_tokens"] == sum(int(row.action_mask.sum()) for row in t.rows)
+        columns = {"position": range(len(row)), "id": row.ids, "mask": row.action_mask, "turn": row.turn_index}
+        assert {name: own[name].tolist() for name in columns} == {name: list(c) for name, c in columns.items()}
+    sampled = sum(int(row.action_mask.sum()) for row in t.rows)
+    assert list(rollout.to_frame().iloc[0][["rows", "tokens", "action_tokens"]]) == [3, sum(map(len, t.rows)), sampled]
     numbers = rollout.summary()
-    assert (numbers["rows"], numbers["tokens"]) == (3.0, head["action_tokens"])
+    assert (numbers["rows"], numbers["tokens"]) == (3.0, sampled)
     assert "rows" not in af.Rollout.from_trajectories([await played(["4"]).chain(TASK).run()]).summary()
     assert math.isnan(tokens["logprob"][0])
 
@@ -319,14 +314,11 @@ async def test_views_show_every_row() -> None:
 
     chain, t = await compacted()
     plain = await played([call("1+1"), "4"]).chain(af.Task("u", TASK.messages, TASK.fields)).run()
-    assert repr(TokenView(t)).startswith("TokenView(3 rows,")
-    assert repr(TokenView(chain)).startswith("TokenView(3 rows,")
-    assert repr(TokenView(af.Rollout.from_trajectories([t, plain]))).startswith("TokenView(4 rows,")
     batch = af.collate([plain, t], [1.0, 2.0])
     view = TokenView(batch, compare=batch)
-    assert repr(view).startswith("TokenView(4 rows,")
-    for i in range(3):
-        assert f"{t.id} row {i}" in view._static()
+    views = [TokenView(t), TokenView(chain), TokenView(af.Rollout.from_trajectories([t, plain])), view]
+    assert [repr(view).partition(",")[0] for view in views] == [f"TokenView({n} rows" for n in (3, 3, 4, 4)]
+    assert all(f"{t.id} row {i}" in view._static() for i in range(3))
     view.select(f"{t.id} row 1", 0, 3)
     assert [(s.trajectory, s.start, s.stop) for s in view.selection] == [(f"{t.id} row 1", 0, 3)]
 
@@ -351,8 +343,7 @@ async def test_text_only_engine_receives_only_the_new_row() -> None:
     await chain.step()
     t = await chain.finish()
     assert (t.reward, len(t.rows), t.exact) == (1.0, 2, False)
-    assert [len(told) for told in engine.given] == [1, 1]
-    assert engine.given[1][0].endswith("So far: 2")
+    assert [len(told) for told in engine.given] == [1, 1] and engine.given[1][0].endswith("So far: 2")
     errors.check(lambda: t.rows[1].ids, af.errors.AlignmentError, "engine is text-only")
 
 
