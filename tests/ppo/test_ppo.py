@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 import math
 import re
 import threading
@@ -135,21 +136,16 @@ def test_the_step_matches_its_definition(options: dict[str, float]) -> None:
 def test_the_result_does_not_depend_on_order_or_padding(how: Any) -> None:
     policy = random_policy(0)
     batch = batch_of(policy, stale=0.1)
-    options: dict[str, Any] = {
-        "aggregate": {"how": how, "denominator": 9.0} if how == "fixed" else how,
-    }
-    wanted, _ = gradient(policy, batch, **options)
+    aggregate = {"how": how, "denominator": 9.0} if how == "fixed" else how
+    wanted, _ = gradient(policy, batch, aggregate=aggregate)
     assert float(wanted.abs().max()) > 1e-4
     order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(0)).tolist()
     shuffled = af.collate([batch.trajectories[i] for i in order]).replace(advantages=batch.advantages[order])
-    assert_same_gradient(gradient(policy, shuffled, **options)[0], wanted)
-    wide = {}
-    for name, fill in (("ids", 5), ("mask", 0), ("attention", 0), ("versions", -1)):
-        value = getattr(batch, name)
-        wide[name] = torch.cat([value, torch.full((len(batch), 40), fill, dtype=value.dtype)], 1)
-    for name in ("logprobs", "entropies", "advantages", "token_rewards"):
-        wide[name] = torch.cat([getattr(batch, name), torch.full((len(batch), 40), math.nan)], 1)
-    assert_same_gradient(gradient(policy, dataclasses.replace(batch, **wide), **options)[0], wanted)
+    fills = {"ids": 5, "mask": 0, "attention": 0, "versions": -1}
+    fills |= dict.fromkeys(("logprobs", "entropies", "advantages", "token_rewards"), math.nan)
+    wide = {n: torch.nn.functional.pad(getattr(batch, n), (0, 40), value=fill) for n, fill in fills.items()}
+    for other in (shuffled, dataclasses.replace(batch, **wide)):
+        assert_same_gradient(gradient(policy, other, aggregate=aggregate)[0], wanted)
 
 
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -1e30])
@@ -228,8 +224,7 @@ def test_a_minibatch_without_gradient_still_makes_an_update() -> None:
     batch = flat_half(policy)
     optimizer = af.adamw(policy, 1e-3)
     stats = af.ppo_step(policy, optimizer, batch, af.PPOConfig(minibatch=1, epochs=1, old_logprobs="engine"))
-    assert (stats.updates, policy.version) == (8, 8)
-    assert {float(s["step"]) for s in optimizer.state.values()} == {8.0}
+    assert (stats.updates, policy.version, {float(s["step"]) for s in optimizer.state.values()}) == (8, 8, {8.0})
 
 
 def test_a_batch_without_any_advantage() -> None:
@@ -303,8 +298,7 @@ async def test_a_batch_of_another_tokenizer_is_rejected(tmp_path: Path, monkeypa
         )
     await errors.check(lambda: af.imitate(lookup, shown), af.errors.BatchError, "af.envs.lookup.expert(policy)")
     own = await af.envs.lookup.expert(lookup).rollout(af.envs.lookup.tasks(4, "train"))
-    assert {t.vocabulary for t in own.trajectories} == {lookup.chat.vocabulary}
-    assert all(t.reward == 1.0 for t in own.trajectories)
+    assert {(t.vocabulary, t.reward) for t in own.trajectories} == {(lookup.chat.vocabulary, 1.0)}
     assert lookup.fingerprint() == before
     # Without a known vocabulary, the texts of all tokens are compared.
     batch = af.collate([t.replace(vocabulary=None) for t in rollout.trajectories], [1.0, -1.0, 1.0, -1.0])
@@ -404,26 +398,20 @@ def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monk
     batch = batch_of(policy)
     wanted = policy.copy()
     if at:
-        calls = 0
-        real = step.clip_and_step
+        calls, real = itertools.count(), step.clip_and_step
 
         def stop(*args: Any) -> float:
-            nonlocal calls
-            calls += 1
-            if calls > at:
+            if next(calls) >= at:
                 raise KeyboardInterrupt
             return real(*args)
 
         monkeypatch.setattr(step, "clip_and_step", stop)
         errors.check(lambda: af.ppo_step(wanted, af.adamw(wanted), batch, af.PPOConfig(minibatch=2)), KeyboardInterrupt)
         monkeypatch.undo()
-    calls = 0
-    real_clip = torch.nn.utils.clip_grad_norm_
+    clips, real_clip = itertools.count(), torch.nn.utils.clip_grad_norm_
 
     def explode(parameters: Any, *args: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        if calls > at:
+        if next(clips) >= at:
             next(iter(parameters)).grad.fill_(math.nan)
         return real_clip(parameters, *args)
 
@@ -433,8 +421,7 @@ def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monk
         af.errors.TrainingError,
         re.compile(f"got nan at policy version {at}; the weights are those from before this update"),
     )
-    assert torch.equal(weights(policy), weights(wanted))
-    assert policy.version == at
+    assert torch.equal(weights(policy), weights(wanted)) and policy.version == at
 
 
 async def test_repeated_cancellation_leaves_the_weights_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,8 +456,7 @@ async def test_repeated_cancellation_leaves_the_weights_of_an_update(monkeypatch
         await asyncio.sleep(0)
     cancelled.set()
     await asyncio.wait([going])
-    assert going.cancelled()
-    assert policy.fingerprint() == boundaries[3]
+    assert going.cancelled() and policy.fingerprint() == boundaries[3]
     await asyncio.sleep(0.05)
     assert policy.version == 3 < twin.version, "no update after the cancellation"
 
@@ -484,12 +470,10 @@ def test_a_set_cancel_event_prevents_the_first_update() -> None:
 
 
 async def test_the_async_step_equals_the_synchronous_one() -> None:
-    policy = random_policy(0)
-    batch = batch_of(policy)
-    twin = policy.copy()
-    a = af.ppo_step(policy, af.adamw(policy), batch, af.PPOConfig(minibatch=3, epochs=2), seed=4)
-    b = await af.ppo_step_async(twin, af.adamw(twin), batch, af.PPOConfig(minibatch=3, epochs=2), seed=4)
-    assert a == b
+    policy, twin = random_policy(0), random_policy(0)
+    batch, config = batch_of(policy), af.PPOConfig(minibatch=3, epochs=2)
+    stats = af.ppo_step(policy, af.adamw(policy), batch, config, seed=4)
+    assert stats == await af.ppo_step_async(twin, af.adamw(twin), batch, config, seed=4)
     assert torch.equal(weights(policy), weights(twin))
 
 

@@ -13,6 +13,7 @@ import errors
 import pytest
 import torch
 from test_decoder import model
+from test_trainer import leave
 from torch import Tensor
 
 import agentfly_kit as af
@@ -199,13 +200,12 @@ def test_a_cpu_that_emulates_bfloat16_warns_once_before_the_step(
     for _ in range(2):
         af.ppo_step(policy, af.adamw(policy), batch, af.PPOConfig(autocast="bfloat16"))
     af.Policy.load(policy.save(tmp_path), dtype="bfloat16")
-    texts = [str(w.message) for w in recwarn if "bfloat16" in str(w.message)]
-    assert len(texts) == emulated
-    cpu.warn_if_bfloat16_is_slow.cache_clear()
-    af.Policy(policy.model.to(torch.bfloat16), policy.chat)
-    texts = [str(w.message) for w in recwarn if "bfloat16" in str(w.message)]
-    assert len(texts) == 2 * emulated
-    assert all("no instructions for bfloat16" in text and "autocast=None" in text for text in texts)
+    for times in (1, 2):
+        texts = [str(w.message) for w in recwarn if "bfloat16" in str(w.message)]
+        assert len(texts) == times * emulated
+        assert all("no instructions for bfloat16" in text and "autocast=None" in text for text in texts)
+        cpu.warn_if_bfloat16_is_slow.cache_clear()
+        af.Policy(policy.model.to(torch.bfloat16), policy.chat)
     cpu.warn_if_bfloat16_is_slow.cache_clear()
 
 
@@ -234,8 +234,7 @@ def test_checkpointing_and_autocast_leave_the_model_as_it_was() -> None:
     full, _ = gradient(policy, batch, old_logprobs="recompute")
     assert torch.nn.functional.cosine_similarity(half, full, dim=0) > 0.95
     assert stats.sampler_gap > 1e-4  # so the old logprobs were recomputed in bfloat16
-    assert stats.ratio_max == pytest.approx(1.0, abs=0.03)
-    assert exact.ratio_max > 1.1
+    assert stats.ratio_max == pytest.approx(1.0, abs=0.03) and exact.ratio_max > 1.1
     assert [m.training for m in policy.model.modules()] == before
     assert all(p.dtype == torch.float32 for p in policy.parameters())
 
@@ -288,9 +287,8 @@ def test_correction_weights_are_trainer_over_sampler(level: str) -> None:
     wanted = plain(policy, batch, weighed, "token_mean")
     got, stats = gradient(policy, batch, old_logprobs="recompute", correction=level, detail=True)
     agents.assert_same_gradient(got, wanted)
-    ess = af.losses.effective_sample_size(weights, batch.mask, level=level)  # type: ignore[arg-type]
-    assert stats.effective_sample_size == pytest.approx(float(ess), rel=1e-5)
-    assert 0 < stats.effective_sample_size < 1
+    ess = float(af.losses.effective_sample_size(weights, batch.mask, level=level))  # type: ignore[arg-type]
+    assert 0 < stats.effective_sample_size < 1 and stats.effective_sample_size == pytest.approx(ess, rel=1e-5)
     torch.testing.assert_close(torch.tensor(stats.detail["weight"])[batch.mask], weights[batch.mask])
 
 
@@ -440,8 +438,7 @@ def test_a_critic_is_saved_in_its_own_file(tmp_path: Any) -> None:
     af.ppo_step(policy, af.adamw(policy, 1e-3), batch, af.PPOConfig(old_logprobs="engine"))
     folder = policy.save(tmp_path)
     again = af.Policy.load(folder, value_head="separate")
-    assert again.fingerprint() == policy.fingerprint()
-    assert "separate critic" in repr(again)
+    assert again.fingerprint() == policy.fingerprint() and "separate critic" in repr(again)
     errors.check(lambda: af.Policy.load(folder, value_head=True), af.errors.PolicyError, "shared trunk")
     assert af.Policy.load(folder).value_head is None
 
@@ -505,11 +502,8 @@ async def test_the_kl_coefficient_adapts_and_is_restored(tmp_path: Any) -> None:
     for (coef, kl), (after, _) in itertools.pairwise(seen):
         assert after == pytest.approx(af.losses.adaptive_kl_coef(coef, kl, target=1e-3, steps=8, horizon=100))
     assert seen[0][0] == 0.1 and seen[1][0] < 0.1
-    agent, policy = learner()
-    async for _ in af.train(agent, policy, agents.tasks(4), config, run=tmp_path / "b"):
-        break
-    agent, policy = learner()
-    again = await af.train(agent, policy, agents.tasks(4), config, run=tmp_path / "b")
+    await leave(af.train(*learner(), agents.tasks(4), config, run=tmp_path / "b"), "break", 1)
+    again = await af.train(*learner(), agents.tasks(4), config, run=tmp_path / "b")
     assert [r["kl_coef"] for r in again.records] == [coef for coef, _ in seen]
 
 

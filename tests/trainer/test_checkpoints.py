@@ -50,8 +50,8 @@ def test_the_policy_of_each_step(trained: tuple[af.TrainRun, list[str]]) -> None
     run, seen = trained
     folder = af.Run(run.path)
     for policy in (folder.policy(), af.Policy.load(run.path), af.Policy.load(run.path / "checkpoint")):
-        assert (policy.fingerprint(), policy.version) == (seen[-1], run.policy.version)
-        assert policy.chat.format.name == run.policy.chat.format.name
+        assert (policy.version, policy.chat.format.name) == (run.policy.version, run.policy.chat.format.name)
+        assert policy.fingerprint() == seen[-1]
     assert [folder.policy(step).fingerprint() for step in (1, 2, 3, 4)] == seen[1:]
     assert folder.policy(4, value_head=True).value_head is not None
     errors.check(

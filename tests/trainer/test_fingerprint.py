@@ -94,8 +94,8 @@ async def test_a_run_does_not_continue_with_another_reward(module: ModuleType, e
     run = start(tmp_path / "run", policy, agent=agent)
     await leave(run, "break", 1)
     edit("/ 4 + users", "/ 2 + users")
-    assert agent.reward["plain"].function("1") == 0.5, "the function of the agent was patched in place"
-    assert agent.reward.redefined() == ()
+    # The function of the agent was patched in place.
+    assert (agent.reward["plain"].function("1"), agent.reward.redefined()) == (0.5, ())
     errors.check(
         lambda: start(tmp_path / "run", policy, agent=agent),
         af.RunMismatch,
@@ -120,8 +120,7 @@ def test_the_fingerprint_follows_the_functions_that_are_called(module: ModuleTyp
     changed = decorated.fingerprint
     edit("return digits(final) / 4\n", "return digits(final) / 8\n")
     # The reward that the agent holds still runs its old code; it is reported as redefined.
-    assert decorated.function("ab") == 0.5
-    assert decorated.redefined() and decorated.fingerprint == changed
+    assert (decorated.function("ab"), decorated.fingerprint) == (0.5, changed) and decorated.redefined()
     assert "digits(final) / 4" in decorated.source and "/ 8" in module.decorated.source
     assert "users_helpers.bonus(final)" in plain.source
 
@@ -132,8 +131,7 @@ def test_an_edit_that_is_not_loaded_changes_nothing(module: ModuleType, edit: Ed
     before = reward.fingerprint
     edit('"""Rewards of a user."""', "A = 1\nB = 2\nC = 3", reload=False)
     edit("/ 4 + users", "/ 2 + users", reload=False)
-    assert reward.fingerprint == before
-    assert "/ 4 + users" in reward.source
+    assert reward.fingerprint == before and "/ 4 + users" in reward.source
 
 
 def test_a_nested_function_that_autoreload_moved_is_found_by_its_name(module: ModuleType) -> None:
@@ -245,14 +243,9 @@ def test_the_fingerprint_includes_sandbox_classes_and_their_options() -> None:
 
     base = found(af.Pool(one))
     assert base == found(af.Pool(counter(1), size=2, min_idle=1, max_uses=3, start_timeout=5)), "sizes change no chain"
-    changed = [
-        base,
-        *(found(af.Pool(c)) for c in (two, limited)),
-        found(af.Pool(one, start=1)),
-        found(af.Pool(one, start=2)),
-    ]
-    changed += [found(), found(af.Pool(af.PythonSandbox)), found(af.Pool(af.PythonSandbox, memory_mb=64))]
-    changed += [found(af.Pool(af.envs.from_env(make))) for make in (Up, Down)]
+    python = (af.Pool(af.PythonSandbox), af.Pool(af.PythonSandbox, memory_mb=64))
+    others = [af.Pool(two), af.Pool(limited), af.Pool(one, start=1), af.Pool(one, start=2), *python]
+    changed = [base, found(), *map(found, (*others, *(af.Pool(af.envs.from_env(make)) for make in (Up, Down))))]
     assert all(one != two for one, two in itertools.combinations(changed, 2))
     assert "self.number = increase(self.number)" in base["0 Counter"]["class"]["source"]
 

@@ -72,9 +72,8 @@ def test_a_tracker_that_raises_is_removed(method: str, calls: int) -> None:
     run = start(config=CONFIG).track(failing, log)
     with pytest.warns(UserWarning, match="raised OSError: no network; the run continues without it") as warned:
         asyncio.run(run._wait())
-    assert len(warned) == 1
-    assert len(failing.calls) == calls and log.calls[1:] == [1, 2, 3, "done"]
-    assert len(run.records) == 3
+    assert (len(warned), len(failing.calls), len(run.records)) == (1, calls, 3)
+    assert log.calls[1:] == [1, 2, 3, "done"]
 
 
 def test_functions_and_objects_with_the_methods_of_a_tracker_are_trackers() -> None:

@@ -60,6 +60,11 @@ def numbers(run: af.TrainRun | af.Run) -> list[dict[str, float]]:
     return [{k: v for k, v in r.items() if not k.startswith("seconds")} for r in run.records]
 
 
+def left() -> list[str]:
+    """Return the names of the tasks of training runs."""
+    return [t.get_name() for t in asyncio.all_tasks() if "agentfly" in t.get_name()]
+
+
 Whole = tuple[str, list[dict[str, float]]]
 
 
@@ -76,9 +81,8 @@ def uninterrupted(config: af.TrainConfig = SMALL) -> Whole:
 async def test_budgets_limit_an_iteration() -> None:
     config = SMALL.replace(steps=1, budget=af.Budget(turns=9), group_budget=af.Budget(turns=4), max_concurrency=1)
     (step,) = [step async for step in start(config=config)]
-    assert sum(len(t.actions) for t in step.rollout) == 9
-    assert max(sum(len(t.actions) for t in group) for group in step.rollout.groups) == 4
-    assert len(step.rollout) + len(step.rollout.not_run) == 12
+    actions = [sum(len(t.actions) for t in group) for group in step.rollout.groups]
+    assert (sum(actions), max(actions), len(step.rollout) + len(step.rollout.not_run)) == (9, 4, 12)
 
 
 async def test_records_and_steps(whole: Whole) -> None:
@@ -87,11 +91,9 @@ async def test_records_and_steps(whole: Whole) -> None:
     run.subscribe(reported.append)
     assert "0 of 4 steps done" in repr(run) and "write `await` before it" in repr(run)
     seen = [step async for step in run]
-    assert [s.step for s in seen] == [1, 2, 3, 4]
-    assert [s.record for s in seen] == reported == run.records
+    assert [(s.step, s.replayed, len(s.rollout or ())) for s in seen] == [(n, False, 12) for n in (1, 2, 3, 4)]
+    assert [s.record for s in seen] == reported == run.records and all(s.stats is not None for s in seen)
     assert run.policy.version == sum(r["updates"] for r in run.records)
-    assert all(s.stats is not None and s.rollout is not None and not s.replayed for s in seen)
-    assert len(seen[0].rollout or ()) == 12
     assert numbers(run) == whole[1]
     wanted = {"step", "reward", "success", "loss", "entropy", "grad_norm", "lr", "version"}
     assert all(wanted <= set(record) for record in run.records)
@@ -112,8 +114,7 @@ async def test_the_means_of_metrics_are_recorded() -> None:
     names = [name for name in record if name.startswith("metric_")]
     assert names == ["metric_chain", "metric_loss", *(f"metric_m{i:02}" for i in range(30))], "sorted, at most 32"
     assert record["metric_chain"] == pytest.approx((0 + 2 + 3) / 3), "the mean over the scored chains"
-    assert record["metric_loss"] == 2.0 != record["loss"]
-    assert record["eval_metric_chain"] == 0.0
+    assert (record["metric_loss"], record["eval_metric_chain"]) == (2.0, 0.0) and record["loss"] != 2.0
 
 
 # --- interrupted and continued -------------------------------------------------------------------
@@ -179,14 +180,12 @@ async def test_a_run_cancelled_within_a_step_continues_to_the_same_bits(
     going.cancel()
     cancelled.set()
     await asyncio.wait([going])
-    assert going.cancelled()
-    assert not [t for t in asyncio.all_tasks() if "agentfly" in t.get_name()]
+    assert going.cancelled() and not left()
     monkeypatch.undo()
     again = run if same_handle else start(tmp_path / "run", policy, config, **more)
     steps = [step.step async for step in again]
-    assert steps[-1] == 4
     kept = [{k: v for k, v in r.items() if not k.startswith("eval")} for r in numbers(again)]
-    assert (policy.fingerprint(), kept) == whole
+    assert (steps[-1], (policy.fingerprint(), kept)) == (4, whole)
     assert numbers(af.Run(tmp_path / "run")) == numbers(again)
 
 
@@ -198,10 +197,8 @@ async def test_a_finished_run_is_replayed_and_trains_nothing(tmp_path: Path, who
     with pytest.warns(UserWarning, match="run' is complete: its steps are replayed and nothing is trained"):
         seen = [step async for step in run]
     assert "4 of 4 steps done" in repr(run) and "complete, nothing is left to train" in repr(run)
-    assert all(s.replayed and s.stats is None and s.rollout is None for s in seen)
-    assert [s.step for s in seen] == [1, 2, 3, 4]
-    assert engine.sampled == 0
-    assert (policy.fingerprint(), numbers(run)) == whole
+    assert [(s.step, s.replayed, s.stats, s.rollout) for s in seen] == [(n, True, None, None) for n in (1, 2, 3, 4)]
+    assert (engine.sampled, (policy.fingerprint(), numbers(run))) == (0, whole)
     assert (await run) is run
 
 
@@ -269,8 +266,7 @@ async def test_resume_false_starts_from_scratch(tmp_path: Path, whole: Whole) ->
     run = start(tmp_path / "run", policy, resume=False)
     assert run.records == []
     await leave(run, "break", 1)
-    again = start(tmp_path / "run", policy)  # continues the run that started from scratch
-    await again
+    again = await start(tmp_path / "run", policy)  # continues the run that started from scratch
     assert (policy.fingerprint(), numbers(again)) == whole
 
 
@@ -393,15 +389,13 @@ def plus_one(rewards: Any, groups: Any) -> torch.Tensor:
 async def test_every_kind_of_training_runs_and_continues(options: dict[str, Any], tmp_path: Path) -> None:
     value = options.get("advantage") == "gae"
     config = SMALL.replace(steps=3, tasks_per_step=2, **options)
-    once = learner(value_head=value)
+    once, policy = learner(value_head=value), learner(value_head=value)
+    before = once.fingerprint()
     whole_run = await start(None, once, config)
-    policy = learner(value_head=value)
-    await leave(start(tmp_path / "run", policy, config), "break", 1)
-    policy = learner(value_head=value)
+    await leave(start(tmp_path / "run", learner(value_head=value), config), "break", 1)
     again = await start(tmp_path / "run", policy, config)
     assert (policy.fingerprint(), numbers(again)) == (once.fingerprint(), numbers(whole_run))
-    assert once.version > 0
-    assert once.fingerprint() != learner(value_head=value).fingerprint()
+    assert once.version > 0 and once.fingerprint() != before
 
 
 async def test_evaluation_does_not_change_training(whole: Whole) -> None:
@@ -417,8 +411,7 @@ def test_each_pass_contains_every_task_once() -> None:
     run = start(config=SMALL.replace(tasks_per_step=5))
     sampled = [t.id for i in range(12) for t in run._sampler.task_sampler.sample(i)]
     passes = [sampled[i : i + 12] for i in range(0, 60, 12)]
-    assert all(sorted(p) == sorted(t.id for t in TASKS) for p in passes)
-    assert len({tuple(p) for p in passes}) == 5
+    assert all(sorted(p) == sorted(t.id for t in TASKS) for p in passes) and len({tuple(p) for p in passes}) == 5
     assert [t.id for t in run._sampler.task_sampler.sample(7)] == sampled[35:40]
 
 
@@ -426,21 +419,17 @@ def test_a_pass_goes_from_easy_to_hard_and_shuffles_within_a_level() -> None:
     level = {t.id: i // 4 for i, t in enumerate(TASKS)}
     run = start(config=SMALL.replace(difficulty=lambda task: level[task.id]))
     passes = [[t.id for i in range(4 * k, 4 * k + 4) for t in run._sampler.task_sampler.sample(i)] for k in range(6)]
-    assert all([level[i] for i in one] == [0] * 4 + [1] * 4 + [2] * 4 for one in passes)
-    assert all(len(set(one)) == 12 for one in passes)
+    assert all([level[i] for i in one] == [0] * 4 + [1] * 4 + [2] * 4 and len(set(one)) == 12 for one in passes)
     assert len({tuple(one) for one in passes}) > 1
 
 
 async def test_the_progress_bar_shows_the_steps(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run = start(tmp_path / "run", progress=True)
-    async for step in run:
-        if step.step == 2:
-            break
+    await leave(run, "break", 2)
     await run
-    printed = capsys.readouterr().err
+    out, printed = capsys.readouterr()
     assert "4/4" in printed and "success=" in printed
-    assert run._bar is None
-    assert capsys.readouterr().out == ""
+    assert (run._bar, out) == (None, "")
 
 
 # --- errors ------------------------------------------------------------------------------------

@@ -69,8 +69,7 @@ async def test_a_chain_that_fails_before_its_first_action_is_left_out(advantage:
     config = SMALL.replace(steps=2, advantage=advantage, branch=branch)
     with pytest.warns(UserWarning, match="step 1: 8% of the chains were unscored.*out of memory"):
         run = await start(None, policy, config, engine=Failing(policy))
-    assert run.records[0]["unscored"] == pytest.approx(1 / 12)
-    assert len(run.records) == 2
+    assert [record["unscored"] for record in run.records] == pytest.approx([1 / 12, 0])
 
 
 def damage(file: Path, how: str) -> None:

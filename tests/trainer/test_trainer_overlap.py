@@ -10,7 +10,7 @@ import dice
 import errors
 import pytest
 import torch
-from test_trainer import SMALL, Whole, learner, leave, numbers, start, uninterrupted
+from test_trainer import SMALL, Whole, learner, leave, left, numbers, start, uninterrupted
 from waiting import until
 
 import agentfly_kit as af
@@ -20,39 +20,40 @@ from agentfly_kit.trainer.sampling import RolloutSampler
 AHEAD = SMALL.replace(overlap=1)
 
 
-def left() -> list[str]:
-    return [t.get_name() for t in asyncio.all_tasks() if "agentfly" in t.get_name()]
-
-
 @pytest.fixture(scope="module")
 def whole() -> Whole:
     return uninterrupted(AHEAD)
 
 
-async def test_each_rollout_except_the_first_is_one_iteration_old(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = learner()
-    batches: list[Any] = []
-    real = updates.ppo_step_async
+@pytest.fixture
+def updated(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The version of the policy, the batch and the settings of each update."""
+    calls, real = [], updates.ppo_step_async
 
-    def watching(p: Any, optimizer: Any, batch: Any, config: Any, **options: Any) -> Any:
-        batches.append((p.version, batch, config.old_logprobs))
-        return real(p, optimizer, batch, config, **options)
+    def watching(policy: Any, optimizer: Any, batch: Any, config: Any, **options: Any) -> Any:
+        calls.append((policy.version, batch, config))
+        return real(policy, optimizer, batch, config, **options)
 
     monkeypatch.setattr(updates, "ppo_step_async", watching)
+    return calls
+
+
+async def test_each_rollout_except_the_first_is_one_iteration_old(updated: list[Any]) -> None:
+    policy = learner()
     run = start(None, policy, AHEAD)
     seen = []
     async for step in run:
         assert not left(), "nothing runs between two steps"
         seen.append(step)
     before = [0, *[int(s.record["version"]) for s in seen]]
-    sampled_at = [{int(v) for v in batch.versions[batch.mask]} for _, batch, _ in batches]
-    assert [at for at, _, _ in batches] == before[:4]
+    sampled_at = [{int(v) for v in batch.versions[batch.mask]} for _, batch, _ in updated]
+    assert [at for at, _, _ in updated] == before[:4]
     assert sampled_at == [{0}, {before[0]}, {before[1]}, {before[2]}]
-    assert [s.record["lag"] for s in seen] == [at - min(vs) for (at, _, _), vs in zip(batches, sampled_at, strict=True)]
-    assert seen[0].record["lag"] == 0 and seen[1].record["lag"] > 0
-    assert {old for _, _, old in batches} == {"engine"}, "the logprobs of the engine are the denominator"
+    lags = [s.record["lag"] for s in seen]
+    assert lags == [at - min(vs) for (at, _, _), vs in zip(updated, sampled_at, strict=True)] and lags[1] > lags[0] == 0
+    assert {config.old_logprobs for _, _, config in updated} == {"engine"}, "the denominator"
     # The second batch was sampled from the initial weights.
-    second = batches[1][1]
+    second = updated[1][1]
     fresh = learner().score(second, {"logprob"})["logprob"]
     torch.testing.assert_close(fresh[second.mask], second.logprobs[second.mask], atol=2e-5, rtol=0)
     assert isinstance(run.agent.engine, af.LocalEngine) and run.agent.engine.policy is policy
@@ -78,21 +79,11 @@ async def test_chains_are_sampled_during_the_update(monkeypatch: pytest.MonkeyPa
     await run
 
 
-async def test_with_a_correction_the_old_logprobs_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    olds = []
-    real = updates.ppo_step_async
-
-    def watching(*given: Any, **options: Any) -> Any:
-        olds.append((given[3].old_logprobs, given[3].correction))
-        return real(*given, **options)
-
-    monkeypatch.setattr(updates, "ppo_step_async", watching)
-    run = start(None, learner(), AHEAD.replace(steps=3, correction="token"))
-    seen = [step async for step in run]
-    assert olds == [("auto", "token")] * 3
-    sizes = [s.record["effective_sample_size"] for s in seen]
-    assert sizes[0] == pytest.approx(1.0, abs=1e-4)
-    assert min(sizes[1:]) < 0.9999
+async def test_with_a_correction_the_old_logprobs_are_recomputed(updated: list[Any]) -> None:
+    run = await start(None, learner(), AHEAD.replace(steps=3, correction="token"))
+    assert [(config.old_logprobs, config.correction) for *_, config in updated] == [("auto", "token")] * 3
+    first, *others = [record["effective_sample_size"] for record in run.records]
+    assert first == pytest.approx(1.0, abs=1e-4) and min(others) < 0.9999
 
 
 @pytest.mark.parametrize("how", ["break", "new policy", "new policy, few checkpoints"])
@@ -102,22 +93,17 @@ async def test_a_run_continues_to_the_same_bits(how: str, tmp_path: Path, whole:
     run = start(tmp_path / "run", policy, config)
     await leave(run, "break", 3)
     assert not left()
-    if how == "break":
-        again = run
-    else:
+    if how != "break":
         policy = learner()
-        again = start(tmp_path / "run", policy, config)
-    await again
-    assert (policy.fingerprint(), numbers(again)) == whole
+        run = start(tmp_path / "run", policy, config)
+    await run
+    assert (policy.fingerprint(), numbers(run)) == whole
 
 
 async def test_a_run_continues_without_the_prefetched_chains(tmp_path: Path) -> None:
     await leave(start(tmp_path / "run", learner(), AHEAD), "break", 2)
-    folder = tmp_path / "run" / "checkpoint"
-    assert (folder / "ahead.jsonl").exists()
-    (folder / "ahead.jsonl").unlink()
-    run = start(tmp_path / "run", learner(), AHEAD)
-    seen = [step async for step in run]
+    (tmp_path / "run" / "checkpoint" / "ahead.jsonl").unlink()
+    seen = [step async for step in start(tmp_path / "run", learner(), AHEAD)]
     assert [s.step for s in seen] == [1, 2, 3, 4]
     assert seen[2].record["lag"] == 0, "sampled again, from the weights of the checkpoint"
 
@@ -185,8 +171,7 @@ async def test_pause_and_stop_apply_to_the_prefetched_rollout(tmp_path: Path) ->
     run = start(tmp_path / "run", learner(), AHEAD)
     assert (await anext(aiter(run))).step == 1
     run.stop()
-    assert [s async for s in run] == []
-    assert not left()
+    assert ([s async for s in run], left()) == ([], [])
     again = start(tmp_path / "run", learner(), AHEAD)
     again.pause()
     waiting = asyncio.create_task(again)

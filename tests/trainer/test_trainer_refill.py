@@ -25,12 +25,11 @@ def kept(rollout: Any) -> list[str]:
 async def test_tasks_are_sampled_until_enough_groups_remain() -> None:
     async for step in start(None, learner(), REFILL):
         tasks = [g.trajectories[0].task.id for g in step.rollout.groups]
-        assert len(set(tasks)) == len(tasks), "each task once per iteration"
-        assert len(kept(step.rollout)) == SMALL.tasks_per_step < len(tasks)
-        assert len({t.group for t in step.rollout}) == len(tasks)
+        # Each task once per iteration, in a group of its own.
+        assert len({t.group for t in step.rollout}) == len(set(tasks)) == len(tasks)
+        assert len(kept(step.rollout)) == 3 < len(tasks)
         assert len({t.seed for t in step.rollout}) == len(step.rollout), "no two chains share their seeds"
-        assert step.record["dropped: unlucky"] == 4 * (len(tasks) - SMALL.tasks_per_step)
-        assert step.stats.rows == 4 * SMALL.tasks_per_step
+        assert (step.record["dropped: unlucky"], step.stats.rows) == (4 * (len(tasks) - 3), 4 * 3)
 
 
 async def test_refills_are_limited() -> None:
@@ -42,8 +41,7 @@ async def test_refills_are_limited() -> None:
     assert run.records[0]["updates"] == 0
     few = REFILL.replace(steps=1, tasks_per_step=7)  # twelve tasks, of which four are kept: all are sampled
     async for step in start(None, learner(), few):
-        assert len(step.rollout.groups) == 12
-        assert len(kept(step.rollout)) == 4
+        assert (len(step.rollout.groups), len(kept(step.rollout))) == (12, 4)
 
 
 async def test_refills_depend_only_on_the_iteration(tmp_path: Path) -> None:
