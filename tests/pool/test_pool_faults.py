@@ -121,19 +121,15 @@ async def killed_under_chains(level: str, chains: int, size: int, seed: int) -> 
         assert killed == set(doomed)
         for trajectory in rollout.trajectories:
             n = trajectory.task.fields["n"]
-            if n in doomed and doomed[n] != (0, "before"):  # before its first use there is nothing to lose
-                if level == "none":  # the code itself could have killed its sandbox
-                    assert (trajectory.reward, trajectory.error) == (0.0, None), (n, doomed[n])
-                    continue
-                assert trajectory.reward is None, (n, doomed[n])
-                assert trajectory.error.type == "SandboxError", (n, doomed[n], trajectory.error)
-                assert "ended from outside" in trajectory.error.message, (n, doomed[n], trajectory.error)
-            else:
-                assert (trajectory.reward, trajectory.stop, trajectory.error) == (1.0, "answered", None), (
-                    n,
-                    doomed.get(n),
-                )
+            reward, error = trajectory.reward, trajectory.error
+            if doomed.get(n, (0, "before")) == (0, "before"):  # before its first use there is nothing to lose
+                assert (reward, trajectory.stop, error) == (1.0, "answered", None), (n, doomed.get(n))
                 assert trajectory.tool_calls[2].result.observation == str(2 * n + 1)
+            elif level == "none":  # the code itself could have killed its sandbox
+                assert (reward, error) == (0.0, None), (n, doomed[n])
+            else:
+                assert (reward, error.type) == (None, "SandboxError"), (n, doomed[n], error)
+                assert "ended from outside" in error.message, (n, doomed[n], error)
         leases = [await pool.acquire(f"after {n}") for n in range(size)]
         for lease in leases:
             assert (await lease.sandbox.run("'x' in dir()", timeout=GUARD)).value == "False"
@@ -264,8 +260,7 @@ def test_a_kernel_that_is_interrupted_restarted_or_killed(level: str, end: str):
         blocking_until(lambda: not any(runs(each) for each in everything))
         if end != "interrupt":
             assert len(run_cell(client, CELL.format(level=level)).split()) == 2
-        assert not groups(pid), "a control group was left"
-        assert not scratch(pid), "a folder was left"
+        assert (groups(pid), scratch(pid)) == ([], set()), "a control group or a folder was left"
         run_cell(client, "await pool.close()")
 
 

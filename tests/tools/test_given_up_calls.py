@@ -161,8 +161,7 @@ async def test_later_calls_of_a_chain_wait_for_a_call_that_was_given_up(tool: An
     async with pools[0], pools[1], af.Context(TASK, pools=pools) as context:
         await time_out(tool, {"action": "slow"}, context, Counter)
         later = [asyncio.ensure_future(each.invoke({}, context)) for each in (read_counter, read)[: 1 + (tool is both)]]
-        quick = await free.invoke({}, context)
-        assert quick.observation == "free"  # calls without a sandbox do not wait
+        assert (await free.invoke({}, context)).observation == "free"  # calls without a sandbox do not wait
         gate.set()
         assert [(await call).observation for call in later] == ["999", "-1"][: len(later)]
 
@@ -303,9 +302,7 @@ async def test_calls_of_a_sandbox_run_in_one_thread() -> None:
     async with af.Pool(Database, size=6) as pool:
         results = await asyncio.gather(*(chain(number) for number in range(4)))
         assert await chain(4) == ("4", 1.0)  # an instance is used again
-    assert results == [(str(number), 1.0) for number in range(4)]
-    assert closed
-    assert set(closed) == {1}
+    assert results == [(str(number), 1.0) for number in range(4)] and set(closed) == {1}
 
 
 async def test_slow_constructors_and_methods_of_sandboxes_do_not_block_the_event_loop(gate: threading.Event) -> None:
@@ -329,16 +326,13 @@ async def test_slow_constructors_and_methods_of_sandboxes_do_not_block_the_event
     reached: list[str] = []
     steps = {name: threading.Event() for name in ("constructor", "start", "reset", "close")}
     pool = af.Pool(Slow, size=1)
-    acquiring = asyncio.ensure_future(pool.acquire())
-    for name in ("constructor", "start"):
-        await until(lambda name=name: name in reached)  # the event loop runs meanwhile
-        steps[name].set()
-    releasing = asyncio.ensure_future((await acquiring).release())
-    await until(lambda: "reset" in reached)
-    steps["reset"].set()
-    await releasing
-    closing = asyncio.ensure_future(pool.close())
-    await until(lambda: "close" in reached)
-    steps["close"].set()
-    await closing
+
+    async def go_on(*names: str) -> None:
+        for name in names:
+            await until(lambda name=name: name in reached)  # the event loop runs meanwhile
+            steps[name].set()
+
+    lease, _ = await asyncio.gather(pool.acquire(), go_on("constructor", "start"))
+    await asyncio.gather(lease.release(), go_on("reset"))
+    await asyncio.gather(pool.close(), go_on("close"))
     assert reached == ["constructor", "start", "reset", "close"]

@@ -5,7 +5,7 @@ import inspect
 import random
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,9 @@ import dice
 import errors
 import psutil
 import pytest
+import pytest_asyncio
 from cancelling import tasks_left
-from waiting import GUARD, blocking_until, until
+from waiting import GUARD, until
 
 import agentfly_kit as af
 from agentfly_kit.tools import builtin as toolbox
@@ -24,11 +25,11 @@ FILE = str(Path(__file__).with_name("mcp_server.py"))
 SERVER = [sys.executable, FILE]
 
 
-@pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
+@pytest_asyncio.fixture(autouse=True)
+async def _nothing_is_left() -> AsyncIterator[None]:
     before = children()
     yield
-    blocking_until(lambda: children() <= before)
+    await until(lambda: not tasks_left() and children() <= before)
 
 
 def children() -> set[int]:
@@ -49,7 +50,6 @@ async def test_results_errors_and_pictures_of_a_server() -> None:
         flood = await tools["flood"].try_()
         assert flood.truncated and len(flood.observation) < 9000
         assert (await tools["chatter"].try_()).observation == "done", "many messages arrived before the answer"
-    await until(lambda: not tasks_left())
 
 
 async def test_a_tool_that_the_server_changes_or_removes_fails_as_an_observation() -> None:
@@ -62,7 +62,6 @@ async def test_a_tool_that_the_server_changes_or_removes_fails_as_an_observation
         await tools["forget"].try_()
         gone = await tools["add"].try_(a=1)
         assert not gone.ok and "add" in gone.observation and gone.error is None
-    await until(lambda: not tasks_left())
 
 
 async def test_a_server_that_hangs_or_dies() -> None:
@@ -76,7 +75,6 @@ async def test_a_server_that_hangs_or_dies() -> None:
         for name in ("die", "add"):
             died = await tools[name].try_(**({"a": 1} if name == "add" else {}))
             assert died.error is not None and died.error.host, "the chain must not be scored"
-    await until(lambda: not tasks_left())
 
 
 @pytest.mark.parametrize(
@@ -89,7 +87,6 @@ async def test_a_server_that_hangs_or_dies() -> None:
 )
 async def test_a_server_that_does_not_start(server: str, timeout: float, message: str) -> None:
     await errors.check(toolbox.mcp(server, timeout=timeout).__aenter__, af.errors.SandboxError, message)
-    await until(lambda: not tasks_left())
 
 
 async def test_the_message_of_a_server_that_fails_to_start_is_shown(tmp_path: Path) -> None:
@@ -136,7 +133,6 @@ async def last_notes(tools: Any, **settings: Any) -> set[str]:
 async def test_chains_with_a_pool_have_their_own_sessions() -> None:
     async with toolbox.mcp(SERVER, sessions=1, timeout=GUARD) as tools:
         assert await last_notes(tools, pools=[tools.pool]) == {"hi 2"}
-    await until(lambda: not tasks_left())
 
 
 async def _cancel_chains(tools: Any, rng: random.Random, **settings: Any) -> int:
@@ -169,7 +165,6 @@ async def test_calls_and_chains_cancelled_at_random_leave_no_session_process_or_
         await until(lambda: len(tasks_left()) < 12)  # those of the session
         assert await _cancel_chains(tools, rng) < 64
         assert (await tools["add"].try_(a=1)).ok, "the shared session is still usable"
-    await until(lambda: not tasks_left())
 
 
 @pytest.mark.long  # every session is a process that imports the package mcp
@@ -179,7 +174,6 @@ async def test_cancelled_chains_with_sessions_of_their_own_leave_nothing() -> No
         assert tools.pool.snapshot().leased == 0
         (again,) = await _agent(tools, pools=[tools.pool]).rollout(agents.tasks(1))
         assert again.stop == "answered"
-    await until(lambda: not tasks_left())
 
 
 async def test_a_cancelled_block_ends_its_server() -> None:
@@ -195,7 +189,6 @@ async def test_a_cancelled_block_ends_its_server() -> None:
     task.cancel()
     await asyncio.wait([task])
     assert task.cancelled()
-    await until(lambda: not tasks_left())
 
 
 async def test_streamable_http() -> None:
@@ -208,4 +201,3 @@ async def test_streamable_http() -> None:
     finally:
         process.kill()
         await process.communicate()
-    await until(lambda: not tasks_left())

@@ -65,12 +65,11 @@ async def test_every_tool_runs_its_own_body_also_after_the_model_redefined_it() 
 
 
 async def test_failures_of_the_function_are_observations() -> None:
-    result = await made_from(one("return 1 / 0")).try_()
-    assert not result.ok and "ZeroDivisionError" in result.observation and result.error is None
-    result = await made_from(one("import os; os._exit(3)")).try_()
-    assert not result.ok and result.error is None
-    result = await af.Tool.from_source(one("while True: pass"), timeout=0.5).try_()
-    assert not result.ok and result.error is None
+    raises, exits = made_from(one("return 1 / 0")), made_from(one("import os; os._exit(3)"))
+    endless = af.Tool.from_source(one("while True: pass"), timeout=0.5)
+    results = [await made.try_() for made in (raises, exits, endless)]
+    assert [(result.ok, result.error) for result in results] == [(False, None)] * 3
+    assert "ZeroDivisionError" in results[0].observation
 
 
 _PIECES = (
