@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, o
 
 from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable, printable, shorten
-from agentfly_kit.errors import RewardError, check_value
+from agentfly_kit.errors import RewardError, check_choice, check_count, check_value
 from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.context import Context, Fields, temporary_context
 from agentfly_kit.tools.injection import FunctionSet, InjectedFunction, Injection
@@ -80,6 +80,8 @@ class Reward(Displayable, InjectedFunction[P, R]):
         name: str | None = None,
         timeout: float | None = 60.0,
     ) -> None:
+        check_choice("per", per, Per)
+        check_value("weight", weight)
         super().__init__(function, name, timeout, _INJECTED_NAMES[per])
         self.weight = float(weight)
         self.per: Per = per
@@ -110,6 +112,8 @@ class Reward(Displayable, InjectedFunction[P, R]):
         """
         if self.per == "turn":
             turn = _action_to_score(trajectory, turn)
+        elif turn is not None:
+            raise RewardError(f"turn must be None for {self.name}, which scores a whole trajectory, got {turn!r}")
         async with temporary_context(trajectory.task, self.sandbox_types, pool) as context:
             return await self.score(trajectory, context, turn=turn)
 
@@ -210,10 +214,11 @@ def overlong_penalty(tokens: int, buffer: int, *, weight: float = 1.0) -> Reward
         weight: Weight of the reward.
 
     Raises:
-        SettingsError: If `buffer` is below 1 or exceeds `tokens`.
+        SettingsError: If a number is below 1, or `buffer` exceeds `tokens`.
 
     Source:  DAPO, arXiv 2503.14476, equation 13.
     """
+    check_count("tokens", tokens)
     check_value("buffer", buffer, "int", f"of at least 1 and at most {tokens}")
 
     @reward(weight=weight, name="overlong_penalty")

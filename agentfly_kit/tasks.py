@@ -165,6 +165,8 @@ def load_tasks(
     # A local folder has precedence over a dataset of the hub with the same name.
     if isinstance(name_or_path, str) and task_files.is_hub_id(text) and not path.exists():
         return _build_tasks(task_files.hub_rows(text, config, split), text, columns)
+    if config is not None:
+        raise TaskError(f"config applies only to datasets of the Hugging Face Hub, got {config!r} for {text!r}")
     # A name without a separator or suffix is never a path, so that a folder cannot hide a bundled set.
     if (
         isinstance(name_or_path, str)
@@ -306,6 +308,8 @@ def _build_tasks(rows: Iterable[tuple[str, Any]], name: str, columns: _Columns) 
                 task = replace(task, id=f"{task.id}-{repeats[task.id]}")
         tasks.append(task)
         splits.append(split)
+    if not tasks:
+        raise TaskError(f"{name}: rows must contain at least one task, got none")
     return Tasks(tasks, splits, name)
 
 

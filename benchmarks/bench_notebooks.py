@@ -137,15 +137,14 @@ def report(shell: Any) -> None:
 
 
 def cells(path: Path) -> Any:
-    """Return a notebook with the settings of `make test-real` and the assertions of tests/notebooks/checks.py."""
+    """Return a notebook with the settings, answers and assertions with which `make test-real` runs it."""
     folder = ROOT / "tests" / "notebooks"
     smaller, checks = runpy.run_path(str(folder / "smaller.py")), runpy.run_path(str(folder / "checks.py"))
-    notebook: Any = nbformat.read(path, as_version=4)
+    notebook: Any = checks["complete"](path)
     if path.parent.resolve() == ROOT / "notebooks":
         for cell in notebook.cells:
             for old, new in smaller["SMALLER"].get(path.stem, {}).items():
                 cell.source = cell.source.replace(old, new)
-        notebook.cells.append(nbformat.v4.new_code_cell(checks["CHECKS"].get(path.stem, "")))
     return notebook
 
 

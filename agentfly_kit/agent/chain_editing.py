@@ -24,7 +24,7 @@ from agentfly_kit.agent.turns import (
     text_fields,
     token_fields,
 )
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, check_instance
 from agentfly_kit.samples import Distribution
 from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Message, Task, ToolResult, Turn, normalize_messages
@@ -141,8 +141,9 @@ class Chain(LoopChain):
         the leaf is already an observation, the text is added as a user message.
 
         Raises:
-            SettingsError: if the chain has no action yet.
+            SettingsError: if the chain has no action yet, or `text` is not a string.
         """
+        check_instance("text", text, str, "a string")
         with self._exclusive("observe"):
             user: Message = {"role": "user", "content": text}
             if self.turn.kind == "observation":

@@ -34,6 +34,8 @@ def plain_messages(messages: Any, call_ids: Mapping[str, tuple[str, str]]) -> tu
             raise SettingsError(
                 f"messages: message {i} must have the role system, user, assistant or tool, got {given!r:.80}"
             )
+        if given.get("function_call"):
+            raise SettingsError(f"messages: message {i} must use 'tool_calls' for its calls, got 'function_call'")
         content = given.get("content")
         if isinstance(content, list) and not content:
             content = ""

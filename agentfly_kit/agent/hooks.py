@@ -62,7 +62,12 @@ def summarize(
         instruction: Text that asks for the summary.
         tokens: Number of tokens of the context that are reserved for the summary.
         rows: Maximum number of rows per chain. A chain that would need more rows ends with "context_full".
+
+    Raises:
+        SettingsError: If a number is below 1.
     """
+    check_count("tokens", tokens)
+    check_count("rows", rows)
 
     async def on_context_full(chain: Any) -> None:
         chat, limit = chain.agent.chat, chain.agent.engine.max_length

@@ -146,6 +146,8 @@ class AgentSettings(Displayable):
         if policy is not None and (not self.chat.tokenizer or policy.chat.vocabulary != self.chat.vocabulary):
             raise SettingsError("chat must have the tokenizer of the engine's policy, such as chat=policy.chat")
         check_settings(self, _LIMITS)
+        if self.nudge is not None and not self.nudge.strip():
+            raise SettingsError(f"nudge must be a non-empty string or None, got {self.nudge!r}")
         if self.nudge is None and self.max_nudges != 1:
             raise SettingsError(f"max_nudges has an effect only with nudge, got {self.max_nudges}")
         # Functions are checked here, because a wrong signature would otherwise fail in the first chain that calls them.

@@ -80,6 +80,8 @@ class Fleet(Engine):
 
     def __init__(self, engines: Iterable[Engine], *, tolerance: float | None = None) -> None:
         found = list(engines)
+        if not found:
+            raise EngineError("engines must contain at least one engine, got none")
         for engine in found:
             if not isinstance(engine, Engine) or isinstance(engine, Fleet):
                 raise EngineError(f"engines must be Engine objects other than a Fleet, got {short_repr(engine)}")

@@ -49,10 +49,13 @@ class ReasoningGym(Calculator):
     reward_sandboxes = (ReasoningVerifier,)
 
     def check_task(self, task: Task) -> None:
-        """Raise TaskError if the dataset does not exist."""
+        """Raise TaskError if the dataset does not exist or another field has the wrong type."""
         _package()
         from reasoning_gym.factory import DATASETS as known
 
+        for name, kind in {"dataset": str, "answer": str, "question_text": str, "metadata": dict}.items():
+            if not isinstance(task.fields.get(name), kind):
+                raise TaskError(f"field {name!r} must be a {kind.__name__}, got {task.fields.get(name)!r:.100}")
         if task.fields.get("dataset") not in known:
             raise TaskError(f"reasoning_gym has no dataset {task.fields.get('dataset')!r}")
 

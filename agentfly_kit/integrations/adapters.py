@@ -48,6 +48,8 @@ def reward(
     if not callable(function) or isinstance(function, Reward):
         raise RewardError(f"function must be a reward function for TRL or the verifiers library, got {function!r}")
     parameters = inspect.signature(function).parameters
+    if positional := [p.name for p in parameters.values() if p.kind in (p.POSITIONAL_ONLY, p.VAR_POSITIONAL)]:
+        raise RewardError(f"{shown}: parameters must accept keyword arguments, got {', '.join(positional)}")
     if "trace" in parameters:
         raise RewardError(
             f"{shown} must be a reward of verifiers before 0.4, got one with a parameter `trace`; docs/migration.md "

@@ -109,8 +109,8 @@ class LanguageModel:
     def launch_overhead(self) -> int:
         """Fixed cost of a forward and backward pass, in units of the time to process one token.
 
-        Estimated from measurements of a shipped policy (docs/log.md). It is negligible for large models, and 0 on a
-        GPU, where full micro-batches are fastest.
+        Estimated from measurements of a shipped policy. It is negligible for large models, and 0 on a GPU, where full
+        micro-batches are fastest.
         """
         return min(100, 30_000_000 // max(self.size, 1)) if self.device.type == "cpu" else 0
 

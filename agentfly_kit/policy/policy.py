@@ -324,7 +324,9 @@ def _policy_folder(path: str | Path) -> Path:
             raise PolicyError(f"path must be a policy or a run with a checkpoint, got the run {folder} without one")
         folder = found[0]
     if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
-        raise PolicyError(f"{str(folder)!r} must contain the config.json of a model or the adapter_config.json of one")
+        raise PolicyError(
+            f"{str(folder)!r} must contain a config.json (a model) or an adapter_config.json (an adapter)"
+        )
     return folder
 
 

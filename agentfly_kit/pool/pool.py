@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar, cast
 
 from .._async.interrupts import keep_interruptible
 from .._display import Displayable
-from ..errors import PoolTimeout, SettingsError, check_count, check_positive, suggest_keyword
+from ..errors import PoolTimeout, SettingsError, check_count, check_positive, check_value, suggest_keyword
 from .calls import is_alive
 from .core import PoolCore
 from .lease import Lease
@@ -82,7 +82,7 @@ class Pool(Displayable, PoolCore[S]):
         if not isinstance(sandbox_type, type):
             raise SettingsError(f"sandbox_type must be a class such as PythonSandbox, got {sandbox_type!r}")
         check_count("size", size)
-        check_count("min_idle", min_idle, 0)
+        check_value("min_idle", min_idle, "int", f"of at least 0 and at most {size}")
         check_count("max_uses", max_uses, optional=True)
         check_positive(
             "number of seconds", start_timeout=start_timeout, max_lease=max_lease, acquire_timeout=acquire_timeout
@@ -270,7 +270,8 @@ class Pool(Displayable, PoolCore[S]):
         """
         slot = self._state.slots.get(sandbox)
         if slot is None:
-            raise SettingsError(f"sandbox must be one of {', '.join(map(str, self._state.slots))}, got {sandbox}")
+            have = ", ".join(map(str, self._state.slots)) or "none"
+            raise SettingsError(f"sandbox must be the number of a sandbox in this pool ({have}), got {sandbox}")
         self._dispatch(self._state.recycle, slot, close)
 
     async def close(self) -> None:

@@ -206,6 +206,8 @@ class PolicyLoss:
                     f"shape {tuple(micro.mask.shape)}, got {tuple(per_row.shape)}"
                 )
             per_token = per_row[micro.mask]
+        if not per_token.requires_grad:
+            raise SettingsError("loss must be differentiable with respect to the logprobs, got one that is not")
         if micro.importance_weights is not None:
             per_token = per_token * micro.importance_weights
         return per_token * micro.token_weight

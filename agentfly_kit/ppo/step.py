@@ -395,8 +395,8 @@ def adamw(
         )
     if torch.bfloat16 in types and lr < 1e-4:
         warnings.warn(
-            f"lr={lr:g} is too small for weights of type bfloat16, whose steps are 1/256 of their values: most updates "
-            'are rounded to nothing; load the policy with dtype="float32", and use PPOConfig(autocast="bfloat16")',
+            f"lr={lr:g} is too small for weights of type bfloat16, whose relative precision is 1/256: most updates are "
+            'rounded away; load the policy with dtype="float32", and use PPOConfig(autocast="bfloat16")',
             stacklevel=2,
         )
     groups: list[dict[str, Any]] = [{"params": [p for p in policy.model.parameters() if p.requires_grad], "lr": lr}]

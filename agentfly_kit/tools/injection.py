@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
 
 from agentfly_kit._async.pending_call import PendingCall
-from agentfly_kit.errors import AgentFlyError, TaskError, suggest_keyword
+from agentfly_kit.errors import AgentFlyError, TaskError, check_value, suggest_keyword
 from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.inspection import current_definition, function_fingerprint, source_of, type_hints, underlying
 from agentfly_kit.types import Task
@@ -103,6 +103,7 @@ class InjectedFunction(Generic[P, R]):
         functools.update_wrapper(self, plain, updated=())
         self.function = function
         self.name: str = name if name is not None else own_name or plain.__name__
+        check_value("timeout", timeout, "float | None", "above 0")
         self.timeout = timeout
         source_of(function)  # read the source now, because the file may change later
         self._injected_names = injected_names or ()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, o
 
 from agentfly_kit._async.pending_call import PendingCall, pending_call
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import ToolError, ToolSchemaError
+from agentfly_kit.errors import ToolError, ToolSchemaError, check_choice, check_count
 from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.context import Context, temporary_context
 from agentfly_kit.tools.injection import FunctionSet, InjectedFunction
@@ -63,6 +63,8 @@ class Tool(Displayable, InjectedFunction[P, R]):
         schema: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(function, name, timeout, open_arguments=schema is not None)
+        check_count("max_chars", max_chars, optional=True)
+        check_choice("describe", describe, Describe)
         self.max_chars = max_chars
         self._instance: Any = None
         # Each call receives copies of these mutable defaults.
@@ -225,6 +227,8 @@ class Tool(Displayable, InjectedFunction[P, R]):
                 f"{self.name} takes {self._arguments.signature}, got {len(positional)} positional arguments"
             )
         for name, value in zip(visible, positional, strict=False):
+            if name in arguments:
+                raise TypeError(f"{self.name} got {name!r} twice")
             arguments[name] = value
         if "task" in visible and task is not _NOT_GIVEN:
             arguments["task"], task = task, _NOT_GIVEN

@@ -201,6 +201,10 @@ class TrainConfig(PPOConfig):
         whole = (*_EXTENDED_ESTIMATORS, *TURN_ESTIMATORS, *TOKEN_ESTIMATORS)
         conflicts = [
             (
+                self.authors in ((), []),
+                "authors must be a name, a tuple of names, or None for all, got no name",
+            ),
+            (
                 name == "none" and self.teacher_coef == 0,
                 "teacher_coef must be above 0 with advantage='none', got 0",
             ),

@@ -416,7 +416,7 @@ async def test_a_server_with_another_vocabulary_or_context_is_no_teacher(server:
     server.answer = lambda path, body: (404, {"error": "no such page"}, {})
     await reject("does not decode the")
     warm = agent.replace(sampling=agent.sampling.replace(temperature=0.7))
-    await reject(r"must sample at temperature 1, got 0\.7", warm)
+    await reject(r"temperature must be 1 with a teacher engine, which scores at temperature 1, got 0\.7", warm)
     for wrong, message in [
         (agent.engine, "teacher must not be the policy that is trained"),
         (af.LocalEngine(agents.shipped()), "teacher must be a Policy, a VLLMEngine, or an OpenAIEngine"),

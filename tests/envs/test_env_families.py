@@ -83,7 +83,7 @@ def test_tasks_are_reproducible_and_splits_disjoint(name: str) -> None:
         af.errors.SettingsError,
         "split must be 'train' or 'test', or None for both, got 'dev'",
     )
-    errors.check(lambda: of.tasks(0), af.errors.SettingsError, "n must be an integer of at least 1, got 0")
+    errors.check(lambda: of.tasks(0), af.errors.SettingsError, "n must be an integer of at least 1 or None, got 0")
     for seed in (-1, 1.5, "x", True):
         errors.check(
             lambda: of.tasks(1, seed=seed), af.errors.SettingsError, "seed must be an integer of at least 0, got"

@@ -282,7 +282,7 @@ async def test_tasks_of_files_are_solved_by_the_same_expert(folder: Path) -> Non
     await errors.check(
         lambda: shop.reset(tasks(5, "train")[4], 0),
         af.errors.SettingsError,
-        "create tasks and agent with the same catalogue",
+        "use the same catalogue: tasks(catalogue=mine)",
     )
     other = af.Task("x", ({"role": "user", "content": "buy"},), {"goal": 99999, "world": 0})
     await errors.check(

@@ -12,7 +12,7 @@ from typing import Any
 import nbformat
 import pytest
 import waiting
-from checks import CHECKS
+from checks import CHECKS, complete, with_answers
 from nbclient import NotebookClient
 from paths import ROOT
 from smaller import SMALLER
@@ -79,19 +79,6 @@ def test_the_quickstart_is_short() -> None:
     assert len(nbformat.read(ROOT / "notebooks" / "01_quickstart.ipynb", as_version=4).cells) <= 12
 
 
-def with_answers(notebook: Any) -> Any:
-    """Return the notebook with every Python block of a folded answer as a cell after its exercise."""
-    cells = []
-    for cell in notebook.cells:
-        cells.append(cell)
-        if cell.cell_type == "markdown" and "<details>" in cell.source:
-            answers = re.findall(r"^```python\n(.*?)^```", cell.source, flags=re.DOTALL | re.MULTILINE)
-            assert answers or "Exercise" not in cell.source, f"an exercise without an answer in Python: {cell.source}"
-            cells += [nbformat.v4.new_code_cell(answer) for answer in answers]
-    notebook.cells = cells
-    return notebook
-
-
 @pytest.mark.parametrize(
     ("name", "answers", "broken"),
     [
@@ -127,14 +114,6 @@ def test_notebooks_on_related_systems_have_the_same_parts(name: str) -> None:
     assert len(re.findall(r"^\|[-:| ]+\|$", section, flags=re.MULTILINE)) == 1, "one table"
     outputs = [output for cell in cells for output in cell.get("outputs", [])]
     assert any({PLOTLY, "image/svg+xml"} & output.get("data", {}).keys() for output in outputs), "a figure"
-
-
-def complete(path: Path) -> Any:
-    """Return a notebook with the answers to its exercises, and with the assertions of `CHECKS` at the end."""
-    notebook = with_answers(nbformat.read(path, as_version=4))
-    if path.stem in CHECKS:
-        notebook.cells.append(nbformat.v4.new_code_cell(CHECKS[path.stem]))
-    return notebook
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ class Kills:
     (lambda: af.Pool(Plain, max_lease=float("inf")), SettingsError,
      "max_lease must be a positive finite number of seconds, got inf"),
     (lambda: af.Pool(Plain, size=None), SettingsError, "size must be an integer of at least 1, got None"),
-    (lambda: af.Pool(Plain, min_idle=None), SettingsError, "min_idle must be an integer of at least 0, got None"),
+    (lambda: af.Pool(Plain, min_idle=None), SettingsError, "min_idle must be an integer of at least 0 and at most 8"),
     (lambda: af.Pool(Plain, acquire_timeout=None), SettingsError, "acquire_timeout must be"),
     (lambda: af.Pool(Plain, start_timeout=None), SettingsError, "start_timeout must be"),
     (lambda: af.Pool(Plain, max_lease=None), SettingsError, "max_lease must be"),
@@ -41,7 +41,7 @@ class Kills:
     (lambda: af.Pool(af.Grader, memory_mb=1), SettingsError, "memory_mb must be an integer of at least 32 or None"),
     (lambda: af.Pool(Waits), SettingsError, "Waits.alive must not be async"),
     (lambda: af.Pool(Kills), SettingsError, "Kills.kill must not be async"),
-    (lambda: af.Pool(Plain).recycle(7), SettingsError, "sandbox must be one of , got 7"),
+    (lambda: af.Pool(Plain).recycle(7), SettingsError, "a sandbox in this pool (none), got 7"),
 )  # fmt: skip
 async def test_errors(call: Any, error: type[Exception], text: str) -> None:
     await errors.check(call, error, text)

@@ -11,10 +11,14 @@ PATHS = ("", "/abs", "../out", "a/../../b", "a/", "a\0")
 
 
 @errors.table(
-    (lambda: af.PythonSandbox(memory_mb=1), af.errors.SettingsError, "memory_mb must be at least"),
-    (lambda: af.PythonSandbox(processes=0), af.errors.SettingsError, "processes must be at least"),
-    (lambda: af.PythonSandbox(cpu_seconds=float("nan")), af.errors.SettingsError, "cpu_seconds must be a number"),
-    (lambda: af.PythonSandbox(disk_mb=-1), af.errors.SettingsError, "disk_mb must be at least"),
+    (lambda: af.PythonSandbox(memory_mb=1), af.errors.SettingsError, "memory_mb must be an integer of at least 32"),
+    (lambda: af.PythonSandbox(processes=0), af.errors.SettingsError, "processes must be an integer of at least 1"),
+    (
+        lambda: af.PythonSandbox(cpu_seconds=float("nan")),
+        af.errors.SettingsError,
+        "cpu_seconds must be a finite number",
+    ),
+    (lambda: af.PythonSandbox(disk_mb=-1), af.errors.SettingsError, "disk_mb must be an integer of at least 1"),
     (lambda: af.PythonSandbox(max_output=3), af.errors.SettingsError, "max_output must be an integer of at least 256"),
     (
         lambda: af.PythonSandbox(isolation="docker"),

@@ -136,7 +136,7 @@ async def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> 
     await errors.check(
         lambda: start(tmp_path / "run", policy),
         af.errors.RunError,
-        re.compile(r"state must have the weights of this policy, whose '.*' has the shape .*delete"),
+        re.compile(r"state must have the weights of this policy, but the shape of '.*' is .*delete"),
     )
     assert policy.fingerprint() == learner().fingerprint()
     assert (folder / "state.pt").exists()

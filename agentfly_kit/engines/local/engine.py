@@ -24,7 +24,7 @@ from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.local.generation import ContinuousBatch
 from agentfly_kit.engines.local.kv_cache import is_batch_invariant
 from agentfly_kit.engines.local.slots import ROW_MULTIPLE, Request
-from agentfly_kit.errors import EngineError, check_count, checks_keywords
+from agentfly_kit.errors import EngineError, check_count, check_value, checks_keywords
 from agentfly_kit.policy.cpu import single_torch_thread
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
@@ -57,7 +57,7 @@ class LocalEngine(Engine):
         if not isinstance(policy, Policy):
             raise EngineError(f"policy must be a Policy, such as Policy.load(path), got {policy!r}")
         check_count("slots", slots)
-        check_count("alternatives", alternatives, 0)
+        check_value("alternatives", alternatives, "int", f"of at least 0 and at most {policy.vocab_size}")
         self.policy = policy
         self.alternatives = alternatives
         self.slots = -(-slots // ROW_MULTIPLE) * ROW_MULTIPLE

@@ -22,7 +22,7 @@ from agentfly_kit.engines.base import Engine, check_scorer
 from agentfly_kit.engines.vllm.host import Host, load_config
 from agentfly_kit.engines.vllm.weight_transfer import architecture, check_architecture
 from agentfly_kit.engines.vllm.worker import EXTRA_COLUMNS
-from agentfly_kit.errors import EngineError, check_choice, check_count
+from agentfly_kit.errors import EngineError, check_choice, check_value
 from agentfly_kit.policy.policy import Policy, read_json
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
 
@@ -71,7 +71,7 @@ class VLLMEngine(Engine):
         alternatives: int = 0,
         **engine_args: Any,
     ) -> None:
-        check_count("alternatives", alternatives, 0)
+        check_value("alternatives", alternatives, "int", f"of at least 0 and at most {_MAX_TOP}")
         check_choice("weights", weights, Literal["auto", "ipc", "shm"])
         self.alternatives = alternatives
         # Policy or path shown in messages and in the record of a run; `model` may be a temporary folder.

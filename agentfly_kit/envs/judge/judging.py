@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeAlias
 from agentfly_kit import seeds
 from agentfly_kit._display import Displayable
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.errors import RewardError, SettingsError, check_choice
+from agentfly_kit.errors import RewardError, SettingsError, check_choice, check_count
 from agentfly_kit.rewards import Reward
 from agentfly_kit.samples import Sampling, TurnRequest
 from agentfly_kit.trajectories import Group, Trajectory
@@ -251,6 +251,8 @@ class Judge(Displayable):
         chat = getattr(getattr(engine, "policy", None), "chat", None) if chat is None else chat
         if chat is None and engine.tokens == "exact" and engine.author == "policy":
             raise SettingsError(f"{engine!r} requires token ids: pass Judge(..., chat=af.Chat(tokenizer))")
+        check_count("attempts", attempts)
+        check_count("max_chars", max_chars)
         self.engine, self.chat = engine, chat
         self.rubric = None if rubric is None else Rubric.from_spec(rubric)
         self.attempts, self.timeout, self.max_chars, self.seed = attempts, timeout, max_chars, seed

@@ -86,6 +86,9 @@ class Repo(SandboxEnvironment):
     def check_task(self, task: Task) -> None:
         """Raise TaskError or SettingsError for an invalid repository or bug."""
         _broken_repository(task)
+        failing = task.fields.get("failing", ())
+        if not isinstance(failing, list | tuple):
+            raise TaskError(f"failing must be a list of tests, got {failing!r:.100}")
 
     async def reset(self, task: Task, seed: int) -> None:
         """Clear the folder and copy the task's repository, with its bugs, into it."""

@@ -188,10 +188,10 @@ def settle(engine: str) -> None:
             if connection.in_transaction:
                 raise Refused("a transaction is open; COMMIT or ROLLBACK first")
             if connection.execute("SELECT count(*) FROM sqlite_temp_master").fetchone()[0]:
-                raise Refused("there are temporary tables or views, which are not in the database's file")
+                raise Refused("there are temporary tables or views, which the database file does not contain")
         else:
             if connection.execute("SELECT count(*) FROM duckdb_tables() WHERE temporary").fetchone()[0]:
-                raise Refused("there are temporary tables, which are not in the database's file")
+                raise Refused("there are temporary tables, which the database file does not contain")
             try:
                 connection.execute("BEGIN")
                 connection.execute("ROLLBACK")
