@@ -44,8 +44,7 @@ def test_means_are_over_tasks_and_exclude_unscored_chains() -> None:
 def test_pass_at_k_excludes_tasks_with_fewer_chains_visibly() -> None:
     e = summarise(chains({"a": [1, 0, 0, 0, 0, 0], "b": [1, 1, 0, None, None, None], "c": [0] * 6}), 6)
     assert e.pass_at_k == pytest.approx({1: (1 / 6 + 2 / 3) / 3, 2: (1 / 3 + 1) / 3, 4: (4 / 6) / 2, 6: 1 / 2})
-    assert e.pass_at_k[1] == pytest.approx(e.success)
-    assert e.tasks_at_k == {1: 3, 2: 3, 4: 2, 6: 2}
+    assert (e.pass_at_k[1], e.tasks_at_k) == (pytest.approx(e.success), {1: 3, 2: 3, 4: 2, 6: 2})
     assert e.summary()["pass@4"] == e.pass_at_k[4]
     assert {k: v for k, v in e.summary().items() if k.startswith("tasks@")} == {"tasks@4": 2, "tasks@6": 2}
     assert "3 tasks x 6, pass@6 0.500 (of 2 tasks)" in repr(e)

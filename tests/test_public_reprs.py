@@ -205,8 +205,7 @@ def test_all_public_classes_are_displayed() -> None:
 def test_reprs_are_bounded_and_escaped(name: str) -> None:
     made = OBJECTS[name]()
     text, html = repr(made), made._repr_html_()
-    assert len(text) < 4_000
-    assert text.count("\n") < 40
+    assert len(text) < 4_000 and text.count("\n") < 40
     for shown in (text, str(made)):  # a terminal obeys control characters
         assert all(ch.isprintable() or ch == "\n" for ch in shown), ascii(shown)
     assert not re.search(r"0x[0-9a-f]{6,}|tensor\(|secret-key", text + html)
@@ -268,5 +267,4 @@ def test_keys_are_completed() -> None:
         af.Task("a", ({"role": "user", "content": "?"},), {"x": 1})
     ).fields._ipython_key_completions_() == ["x"]
     scores = agents.shipped().score(batch(4))
-    assert sorted(scores) == ["entropy", "logprob"]
-    assert "float32 (4, 3)" in repr(scores)
+    assert sorted(scores) == ["entropy", "logprob"] and "float32 (4, 3)" in repr(scores)

@@ -139,12 +139,8 @@ async def test_the_reward_reads_the_sandbox_that_the_chain_used() -> None:
     ],
 )  # fmt: skip
 async def test_values(value: Any, expected: af.Score) -> None:
-    def f() -> Any:
-        return value
-
-    result = await score(f)
-    assert result == expected
-    assert type(result.reward) is type(expected.reward)
+    result = await score(lambda: value, name="f")
+    assert result == expected and type(result.reward) is type(expected.reward)
 
 
 @pytest.mark.parametrize(
@@ -163,10 +159,7 @@ async def test_values(value: Any, expected: af.Score) -> None:
     ],
 )
 async def test_an_invalid_value_is_a_failure(value: Any, words: str) -> None:
-    def f() -> Any:
-        return value
-
-    result = await score(f)
+    result = await score(lambda: value, name="f")
     assert (result.reward, result.metrics) == (None, {})
     assert (result.error.where, result.error.type) == ("reward f", "RewardError")
     assert words in result.error.message
@@ -278,11 +271,9 @@ async def test_turn_rewards_are_summed_per_turn() -> None:
 
 async def test_a_set_of_one_or_several_rewards() -> None:
     assert await RewardSet(None).score(ANSWERED, af.Context(TASK)) == af.Score(None)
-    assert RewardSet(exact).names == ("exact",)
     whole = RewardSet([exact, raises])
-    assert whole.names == ("exact", "raises")
-    assert list(RewardSet(whole)) == list(whole)
-    assert whole["exact"] is exact
+    assert (RewardSet(exact).names, whole.names) == (("exact",), ("exact", "raises"))
+    assert list(RewardSet(whole)) == list(whole) and whole["exact"] is exact
     errors.check(
         lambda: RewardSet([exact, exact]), af.errors.RewardError, "names of rewards must be unique, got 'exact' twice"
     )
@@ -295,8 +286,8 @@ async def test_the_overlong_penalty_falls_linearly_over_the_last_tokens() -> Non
         chain = ANSWERED.replace(turns=tuple(dataclasses.replace(turn, ids=turn.ids or (1,)) for turn in turns))
         assert (await penalty.try_(chain)).reward == wanted
     assert "counts tokens" in str((await penalty.try_(ANSWERED)).error)
-    errors.check(lambda: af.overlong_penalty(4, 5), af.errors.SettingsError, "of at least 1 and at most 4, got 5")
-    errors.check(lambda: af.overlong_penalty(4, 0), af.errors.SettingsError, "buffer must be an integer of at least 1")
+    for buffer, words in ((5, "of at least 1 and at most 4, got 5"), (0, "buffer must be an integer of at least 1")):
+        errors.check(lambda: af.overlong_penalty(4, buffer), af.errors.SettingsError, words)
 
 
 def test_a_missing_task_field_is_rejected() -> None:
@@ -310,7 +301,6 @@ def test_a_missing_task_field_is_rejected() -> None:
             r"default$"
         ),
     )
-    exact.check([TASK])
     RewardSet([exact]).check([TASK])
 
     @af.reward
@@ -324,12 +314,9 @@ def test_a_missing_task_field_is_rejected() -> None:
 
 
 async def test_a_reward_is_callable_as_its_function() -> None:
-    assert exact("5", "5") == 1.0
-    assert exact(None, answer="5") == 0.0
+    assert (exact("5", "5"), exact(None, answer="5"), await wrote(Box(), "end")) == (1.0, 0.0, 1.0)
     assert exact.__doc__ == "1 for the right answer."
-    assert await wrote(Box(), "end") == 1.0
-    assert repr(exact) == "<Reward exact(final, answer)>"
-    assert repr(short) == "<Reward short(final), weight 0.5>"
+    assert (repr(exact), repr(short)) == ("<Reward exact(final, answer)>", "<Reward short(final), weight 0.5>")
 
 
 async def test_try_shows_the_score_and_all_arguments() -> None:

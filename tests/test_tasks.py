@@ -51,17 +51,14 @@ def test_columns_of_text_and_of_messages() -> None:
     assert (task.messages[0]["content"], task.fields) == ("m", {"question": "q", "input": "i"})
     assert af.tasks_from([{"question": "q", "messages": None}])[0].messages[0]["content"] == "q"
     (task,) = af.tasks_from([{"question": "q", "n": np.int64(3), "xs": np.array([1.5]), "d": {"a": [np.bool_(True)]}}])
-    assert task.fields == {"n": 3, "xs": [1.5], "d": {"a": [True]}}
-    assert type(task.fields["n"]) is int
+    assert task.fields == {"n": 3, "xs": [1.5], "d": {"a": [True]}} and type(task.fields["n"]) is int
 
 
 def test_ids_are_derived_from_content() -> None:
-    first, second, again = af.tasks_from([{"question": "a"}, {"question": "b"}, {"question": "a"}])
-    assert first.id != second.id
-    assert again.id == f"{first.id}-2"
-    assert af.tasks_from([{"question": "a"}])[0].id == first.id
-    assert af.tasks_from([{"question": "a", "answer": "1"}])[0].id != first.id
-    assert af.tasks_from([{"id": 7, "question": "a"}])[0].id == "7"
+    rows = [{"question": "a"}, {"question": "b"}, {"question": "a"}, {"question": "a", "answer": "1"}]
+    first, second, again, answered = (task.id for task in af.tasks_from(rows))
+    assert again == f"{first}-2" and len({first, second, answered}) == 3
+    assert [af.tasks_from([row])[0].id for row in (rows[0], {"id": 7, "question": "a"})] == [first, "7"]
     # also from fields that JSON cannot represent
     odd = {"picture": b"\xff\x00", "day": datetime.date(2024, 2, 29), "tags": {"b", "a"}}
     one, two = af.tasks_from([{"question": "q", **odd}, {"question": "q", **odd, "picture": b"\xff\x01"}])
@@ -109,17 +106,16 @@ def test_drop_answer_moves_the_last_answer_into_a_field(tmp_path: Path) -> None:
     assert af.load_tasks(write(tmp_path / "a.jsonl", rows), drop_answer=True) == tasks
     assert tasks[0].id == af.tasks_from([{"question": "2+3", "answer": "5"}])[0].id
     call = {"function": {"name": "add", "arguments": "{}"}}
-    for row in ({"messages": [USER, ANSWER], "answer": "6"}, {"messages": [USER, {**ANSWER, "tool_calls": [call]}]}):
-        errors.check(
-            lambda: af.tasks_from([row], drop_answer=True),
-            af.errors.TaskError,
-            "with drop_answer=True, the last message must have no tool calls, and",
-        )
-    errors.check(
-        lambda: af.tasks_from([{"id": "c", "messages": [USER, ANSWER, ANSWER]}], drop_answer=True),
-        af.errors.TaskError,
-        re.compile(r"row 0, 'messages' of task 'c': the last message must not be .* drop_answer"),
-    )
+    other = "with drop_answer=True, the last message must have no tool calls, and"
+    for row, words in (
+        ({"messages": [USER, ANSWER], "answer": "6"}, other),
+        ({"messages": [USER, {**ANSWER, "tool_calls": [call]}]}, other),
+        (
+            {"id": "c", "messages": [USER, ANSWER, ANSWER]},
+            r"row 0, 'messages' of task 'c': the last message must not be .* drop_answer",
+        ),
+    ):
+        errors.check(lambda: af.tasks_from([row], drop_answer=True), af.errors.TaskError, re.compile(words))
 
 
 # --- files ---------------------------------------------------------------------------------------
@@ -131,12 +127,10 @@ def test_every_source_gives_the_same_tasks(tmp_path: Path) -> None:
     import pyarrow
 
     rows = [{**row, "messages": [{"role": "user", "content": row["question"]}]} for row in ROWS]
-    want = af.tasks_from(rows)
     (tmp_path / "a.json").write_text(json.dumps(rows))
     pq.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    assert af.load_tasks(str(write(tmp_path / "a.jsonl", rows))) == want
-    assert af.load_tasks(tmp_path / "a.json") == want
-    assert af.load_tasks(tmp_path / "a.parquet") == want
+    for path in (str(write(tmp_path / "a.jsonl", rows)), tmp_path / "a.json", tmp_path / "a.parquet"):
+        assert af.load_tasks(path) == af.tasks_from(rows)
     frame = af.tasks_from(pd.DataFrame([*ROWS, {"question": "q", "level": 0}]))
     assert frame[:40] == af.tasks_from(ROWS)[:40]
     assert frame[40].fields == {"answer": None, "level": 0}  # a missing cell is None
@@ -244,30 +238,19 @@ def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ),
     )
     shutil.copytree(shipped / "chess", tmp_path / "sums")
-    assert len(af.load_tasks("sums")) == 40  # a bare name never refers to a folder
-    assert len(af.load_tasks("./sums")) == 3
-    errors.check(
-        lambda: af.load_tasks("none.jsonl"),
-        af.errors.TaskError,
-        re.compile(r"none.jsonl: no such file; pass a .jsonl, .* or .parquet file, or one of the task sets 'ch"),
-    )
-    errors.check(
-        lambda: af.load_tasks(write(tmp_path / "a.txt", [])),
-        af.errors.TaskError,
-        re.compile(r"a.txt must be a .jsonl, .json, .csv or .parquet file"),
-    )
-    errors.check(
-        lambda: af.load_tasks(shipped / "policy"),
-        af.errors.TaskError,
-        re.compile(r"must contain a .jsonl, .json, .csv or .parquet file, got none"),
-    )
+    assert [len(af.load_tasks(name)) for name in ("sums", "./sums")] == [40, 3]  # a bare name never refers to a folder
+    for path, words in (
+        ("none.jsonl", "none.jsonl: no such file; pass a .jsonl, .* or .parquet file, or one of the task sets 'ch"),
+        (write(tmp_path / "a.txt", []), "a.txt must be a .jsonl, .json, .csv or .parquet file"),
+        (shipped / "policy", "must contain a .jsonl, .json, .csv or .parquet file, got none"),
+    ):
+        errors.check(lambda: af.load_tasks(path), af.errors.TaskError, re.compile(words))
 
 
 def test_columns_with_other_names(tmp_path: Path) -> None:
     rows = [{"problem": "2+3", "solution": "5", "level": 1}, {"problem": "1+1", "solution": "2", "level": 2}]
     tasks = af.tasks_from(rows, question="problem", answer="solution")
-    assert tasks[0].messages[0]["content"] == "2+3"
-    assert tasks[0].fields == {"level": 1, "answer": "5"}
+    assert (tasks[0].messages[0]["content"], tasks[0].fields) == ("2+3", {"level": 1, "answer": "5"})
     assert af.tasks_from([{"question": "short", "prompt": "long"}], question="prompt")[0].fields == {
         "question": "short"
     }
@@ -275,35 +258,25 @@ def test_columns_with_other_names(tmp_path: Path) -> None:
     frame = pd.DataFrame(rows)
     assert af.tasks_from(frame, question="problem", answer="solution") == tasks
     assert af.load_tasks(write(tmp_path / "a.jsonl", rows), question="problem", answer="solution") == tasks
-    for options, words in (
+    twice = [{"question": "a", "gold": "b", "answer": "c"}]
+    for source, options, words in (
+        (rows, {"question": "task"}, "question='task' must name a column, got columns: 'problem', 'solution', 'level'"),
         (
-            {"question": "task"},
-            "question='task' must name a column, got columns: 'problem', 'solution', 'level'",
-        ),
-        (
+            rows,
             {"question": "problem", "answer": "gold"},
             "answer='gold' must name a column, got columns: 'problem'",
         ),
-        ({}, "name another column with question="),
+        (rows, {}, "name another column with question="),
+        (twice, {"answer": "gold"}, "no other column may be named 'answer', got columns: 'question', 'gold', 'ans"),
+        ([{"problem": ""}], {"question": "problem"}, "the question in column 'problem' must not be empty"),
     ):
-        errors.check(lambda: af.tasks_from(rows, **options), af.errors.TaskError, words)
-    errors.check(
-        lambda: af.tasks_from([{"question": "a", "gold": "b", "answer": "c"}], answer="gold"),
-        af.errors.TaskError,
-        "no other column may be named 'answer', got columns: 'question', 'gold', 'ans",
-    )
-    errors.check(
-        lambda: af.tasks_from([{"problem": ""}], question="problem"),
-        af.errors.TaskError,
-        "the question in column 'problem' must not be empty",
-    )
+        errors.check(lambda: af.tasks_from(source, **options), af.errors.TaskError, words)
 
 
 def test_a_csv_file(tmp_path: Path) -> None:
     file = tmp_path / "sums.csv"
     file.write_bytes('\ufeffid,Problem,answer\r\n007,"2, then\n3",5.0\r\n\r\nb,été,\r\n'.encode())
-    tasks = af.load_tasks(file, question="Problem")
-    assert [(t.id, t.messages[0]["content"], t.fields) for t in tasks] == [
+    assert [(t.id, t.messages[0]["content"], t.fields) for t in af.load_tasks(file, question="Problem")] == [
         ("007", "2, then\n3", {"answer": "5.0"}),
         ("b", "été", {"answer": ""}),
     ]
@@ -424,27 +397,21 @@ def test_the_same_content_in_two_splits_is_rejected() -> None:
 
 def test_tasks_is_a_sequence_and_is_sampled_without_repetition() -> None:
     tasks = af.tasks_from(ROWS, test=0.25)
-    assert isinstance(tasks[3:7], af.Tasks)
-    assert [t.id for t in tasks[3:7]] == [t.id for t in tasks][3:7]
-    assert tasks[-1] == list(tasks)[-1]
-    assert tasks[0] in tasks
+    assert isinstance(tasks[3:7], af.Tasks) and list(tasks[3:7]) == list(tasks)[3:7]
+    assert tasks[-1] == list(tasks)[-1] and tasks[0] in tasks
     assert tasks.train[:2].splits == {"train": 2}
-    assert tasks == af.tasks_from(ROWS, test=0.25)
-    assert tasks != af.tasks_from(ROWS)
-    assert hash(tasks) == hash(af.tasks_from(ROWS, test=0.25))
+    same = af.tasks_from(ROWS, test=0.25)
+    assert (tasks, hash(tasks)) == (same, hash(same)) and tasks != af.tasks_from(ROWS)
     drawn = tasks.sample(10, seed=3)
     assert drawn == tasks.sample(10, seed=3) != tasks.sample(10, seed=4)
-    assert len({t.id for t in drawn}) == 10
-    assert {t.id for t in tasks.sample(40)} == {t.id for t in tasks}
+    assert [len({t.id for t in some}) for some in (drawn, tasks.sample(40))] == [10, 40]
 
 
 def test_repr_and_html() -> None:
     tasks = af.tasks_from([{"id": "a", "question": "<b>2+3</b>", "answer": "5"}, *ROWS], test=0.25)
     assert repr(tasks) == "Tasks(tasks: 41 (31 train, 10 test); fields: answer, level)"
     page = tasks._repr_html_()
-    assert "&lt;b&gt;2+3&lt;/b&gt;" in page
-    assert "<b>2+3" not in page
-    assert "and 31 more" in page
+    assert "&lt;b&gt;2+3&lt;/b&gt;" in page and "<b>2+3" not in page and "and 31 more" in page
     assert tasks.fields == ("answer", "level")
 
 

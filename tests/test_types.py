@@ -75,8 +75,7 @@ def test_values_that_are_rejected(make: Any, error: type[Exception], says: str) 
 def test_sampling_settings() -> None:
     assert af.Sampling(stop="END").stop == ("END",)  # type: ignore[arg-type]
     assert af.Sampling(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
-    assert not af.Sampling().truncates
-    assert af.Sampling(temperature=0).greedy
+    assert not af.Sampling().truncates and af.Sampling(temperature=0).greedy
     assert all(s.truncates for s in (af.Sampling(top_p=0.9), af.Sampling(top_k=5), af.Sampling(min_p=0.1)))
     # Numbers of numpy are accepted.
     assert af.Budget(tokens=np.int64(3)).tokens == 3 and af.TrainConfig(lr=np.float32(1e-3), lr_end=0).lr_end == 0
@@ -94,8 +93,7 @@ def test_token_views_are_nan_where_nothing_was_sampled() -> None:
     t = trajectory(first, a, seen, forced, b)
     assert t.ids.tolist() == [7, 8, 1, 2, 9, 4, 5]
     assert t.action_mask.tolist() == [False, False, True, True, False, False, True]
-    assert t.turn_index.tolist() == [0, 0, 1, 1, 2, 3, 4]
-    assert t.versions.tolist() == [-1, -1, 3, 3, -1, -1, 3]
+    assert (t.turn_index.tolist(), t.versions.tolist()) == ([0, 0, 1, 1, 2, 3, 4], [-1, -1, 3, 3, -1, -1, 3])
     for values, wanted in ((t.logprobs, [-1, -2, -5]), (t.entropies, [0.5, 1, 2.5])):
         assert np.isnan(values[~t.action_mask]).all()
         assert values[t.action_mask].tolist() == wanted
@@ -110,14 +108,12 @@ def test_a_text_only_trajectory_has_no_token_views() -> None:
     t = trajectory(
         prompt(1), af.Turn("action", "policy", None, text="5", messages=({"role": "assistant", "content": "5"},))
     )
-    assert not t.exact
-    assert t.final == "5"
+    assert not t.exact and t.final == "5"
     for name in ("ids", "action_mask", "logprobs", "entropies", "versions", "token_texts", "turn_index"):
         errors.check(
             lambda: getattr(t, name), AlignmentError, "'g/0' has no token ids, because its engine is text-only"
         )
-    assert "no ids" in repr(t)
-    assert "–" in t._repr_html_()
+    assert "no ids" in repr(t) and "–" in t._repr_html_()
 
 
 # --- stop reasons and errors ---
@@ -181,8 +177,7 @@ def test_a_failure_is_text() -> None:
         raise ValueError("lost")
     except ValueError as error:
         failure = af.Failure.from_exception("tool f", error)
-    assert str(failure) == "tool f: ValueError: lost"
-    assert 'raise ValueError("lost")' in failure.traceback
+    assert str(failure) == "tool f: ValueError: lost" and 'raise ValueError("lost")' in failure.traceback
 
 
 def test_stats_give_only_numbers() -> None:

@@ -73,7 +73,8 @@ def batch_of(trajectories: list[af.Trajectory], **more: Any) -> SimpleNamespace:
     )  # fmt: skip
 
 
-def stats_of(batch: Any, shift: float = 0.1) -> af.Stats:
+def stats_of(batch: Any, shift: Any = 0.1) -> af.Stats:
+    """Return the statistics of an update that adds `shift` to the logprobs, a number or an array."""
     before = batch.logprobs.numpy()
     after = before + np.float32(shift)
     detail = {

@@ -64,8 +64,7 @@ def test_a_template_that_drops_history_is_rejected() -> None:
         "drops or changes an earlier assistant message",
     )
     report = af.chat.check(with_template(template))
-    assert not report.exact
-    assert "drops or changes" in report.tool_results
+    assert not report.exact and "drops or changes" in report.tool_results
 
 
 def test_a_generation_prompt_that_is_no_prefix_is_rejected() -> None:
@@ -77,8 +76,7 @@ def test_a_generation_prompt_that_is_no_prefix_is_rejected() -> None:
     assert af.chat.check(with_template(template)).exact
     plain = template.replace("{{- message.content or ''", "{{- (message.content or '').split('</think>')[-1]")
     report = af.chat.check(with_template(plain))
-    assert not report.exact
-    assert "tokens would differ from the rendered history" in report.tool_results
+    assert not report.exact and "tokens would differ from the rendered history" in report.tool_results
     assert report.thinking == "unknown"
     errors.check(
         lambda: af.Chat(with_template(plain)).observation_ids([tool("5")]),
@@ -110,8 +108,7 @@ def test_check() -> None:
     report = af.chat.check(af.tiny.tokenizer())
     assert (report.exact, report.tools, report.thinking) == (True, True, "kept")
     assert (report.stop, report.generation_prompt) == ("<|im_end|>", "<|im_start|>assistant\n")
-    assert report.boundary == "<|im_end|>\n<|im_start|>tool\n<tool_response>"
-    assert "im_end" in report._repr_html_()
+    assert report.boundary == "<|im_end|>\n<|im_start|>tool\n<tool_response>" and "im_end" in report._repr_html_()
     assert chat_module.check(chat()) == report
 
 

@@ -117,9 +117,7 @@ def test_each_template_is_exact_or_rejected(name: str) -> None:
     assert got.format == next(
         (f for f, names in FORMATS.items() if name.removesuffix("_training") in names.split()), ""
     )
-    assert got.stops
-    assert "<table" in got._repr_html_()
-    assert "0x" not in repr(got)
+    assert got.stops and "<table" in got._repr_html_() and "0x" not in repr(got)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -166,8 +164,7 @@ def test_appended_ids_equal_those_of_the_whole_conversation(name: str) -> None:
         whole = mine.template.render(*mine._prepare(messages, [TOOL]), generate=True)
         bridge = mine.observation_ids(results, [TOOL])
         text, tail = mine.text(ids), mine.text(bridge)
-        assert whole.startswith(text)
-        assert whole.endswith(tail)
+        assert whole.startswith(text) and whole.endswith(tail)
         action = mine.encode(whole[len(text) : len(whole) - len(tail)])
         # `bridge` ends a truncated action. It does not end an action twice.
         assert [*ids, *action, *bridge] == list(mine.encode(whole))
@@ -205,8 +202,7 @@ def test_random_conversations_grow_as_they_are_rendered(name: str) -> None:
             messages += [said, *following]
             whole = mine.template.render(*mine._prepare(messages, [TOOL]), generate=True)
             bridge = mine.text(mine.observation_ids(following, [TOOL]))
-            assert whole.startswith(grown)
-            assert whole.endswith(bridge)
+            assert whole.startswith(grown) and whole.endswith(bridge)
             assert len(grown) < len(whole) - len(bridge)
             grown = whole
 
@@ -320,8 +316,7 @@ def test_instructions_are_added_if_the_template_shows_no_tools() -> None:
 def test_another_format_than_the_templates_is_explained_in_the_prompt() -> None:
     mine = af.Chat(named("qwen2_5"), format="react")
     text = mine.text(mine.prompt([USER], [TOOL]))
-    assert "Action Input" in text
-    assert "<tool_call>" not in text
+    assert "Action Input" in text and "<tool_call>" not in text
     two = mine.text(mine.observation_ids([told("21"), told("-3", 1)]))
     assert two == ("<|im_end|>\n<|im_start|>user\nObservation: 21\nObservation: -3<|im_end|>\n<|im_start|>assistant\n")
 

@@ -17,8 +17,7 @@ async def test_a_plain_chain_does_not_drift() -> None:
     for script in ((call("2+3"), "5"), ("5",), (call("2+3"), call("2+4"), "5")):
         trajectory = await row(*script)
         drift = chat().drift(trajectory)
-        assert not drift
-        assert repr(drift) == f"Drift(none in {len(trajectory.ids)} tokens)"
+        assert not drift and repr(drift) == f"Drift(none in {len(trajectory.ids)} tokens)"
         assert "no drift" in drift._repr_html_()
 
 
@@ -45,8 +44,7 @@ async def test_other_tokens_of_the_same_text() -> None:
     assert list(trajectory.ids[: drift.index]) == list(again[: drift.index])
     assert trajectory.ids[drift.index] != again[drift.index]
     assert drift.row_tokens[0] == chat().token_texts([int(trajectory.ids[drift.index])])[0]
-    assert "tokenized differently" in repr(drift)
-    assert drift.before.endswith("<tool_call>")
+    assert "tokenized differently" in repr(drift) and drift.before.endswith("<tool_call>")
     await chain.close()
 
 
@@ -56,9 +54,7 @@ async def test_text_that_the_template_changes() -> None:
     assert (drift.cause, drift.turn) == ("template", "action, turn 1")
     assert drift.why == '\' <tool_call>{"name":"cal\' is written as \'<tool_call>{"name":"calc\''
     page = drift._repr_html_()
-    assert "<b>template</b>" in page
-    assert "&lt;tool_call&gt;" in page
-    assert "<tool_call>" not in page
+    assert "<b>template</b>" in page and "&lt;tool_call&gt;" in page and "<tool_call>" not in page
 
 
 async def test_thinking_that_the_template_drops() -> None:

@@ -33,8 +33,7 @@ def test_a_call_with_any_whitespace(blank: str) -> None:
 def test_a_malformed_call_between_valid_ones() -> None:
     good = '<tool_call>{"name":"a","arguments":{}}</tool_call>'
     parsed = hermes.parse(f"first {good}and<tool_call>{{oops}}</tool_call>{good} done")
-    assert [c.error is None for c in parsed.calls] == [True, False, True]
-    assert parsed.content == "first and done"
+    assert ([c.error is None for c in parsed.calls], parsed.content) == ([True, False, True], "first and done")
     assert [c.id for c in parsed.calls] == ["call-0", "call-1", "call-2"]
 
 
@@ -86,8 +85,7 @@ def test_a_call_without_arguments_key_is_a_call_without_arguments() -> None:
 )
 def test_an_unclosed_call_is_never_a_call(text: str) -> None:
     parsed = hermes.parse("I say " + text)
-    assert parsed.unclosed
-    assert "not closed" in parsed.complaint
+    assert parsed.unclosed and "not closed" in parsed.complaint
     assert (parsed.calls, parsed.content) == ((), "I say")
 
 
@@ -369,8 +367,7 @@ def test_react() -> None:
 def test_code() -> None:
     code = af.chat.formats.get("code")
     parsed = code.parse("So:\n```python\nprint(1)\n```\nand\n```json\n{}\n```")
-    assert [c.arguments for c in parsed.calls] == [{"code": "print(1)"}]
-    assert "```json" in parsed.content
+    assert [c.arguments for c in parsed.calls] == [{"code": "print(1)"}] and "```json" in parsed.content
     assert code.parse("use `x` and ``` no fence").calls == ()
     mine = af.chat.formats.FencedCode(tool="shell", parameter="line", languages=("bash", "sh"))
     assert mine.parse("```sh\nls\n```").calls[0] == af.ToolCall("call-0", "shell", {"line": "ls"}, raw="ls")
@@ -460,8 +457,7 @@ def test_markup_formats_parse_rendered_calls(tool: str, arguments: dict[str, Any
 def test_errors_of_malformed_calls(name: str, text: str, words: str) -> None:
     call = af.chat.formats.get(name).parse(text).calls[-1]
     assert words in str(call.error)
-    assert "; write " in str(call.error)
-    assert call.arguments == {}
+    assert "; write " in str(call.error) and call.arguments == {}
 
 
 @pytest.mark.parametrize(

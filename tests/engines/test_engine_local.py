@@ -95,8 +95,7 @@ async def test_logprobs_and_entropies_are_those_of_a_full_forward(temperature: f
     prompts = [prompt(n, seed=n) for n in (1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65, 100, 129)]
     got = await asyncio.gather(*(engine.sample(p, sampling, i) for i, p in enumerate(prompts)))
     for p, sample in zip(prompts, got, strict=True):
-        assert len(sample.ids or ()) == 30
-        assert sample.stop == "length"
+        assert (sample.stop, len(sample.ids or ())) == ("length", 30)
         check(policy, p, sample, temperature)
 
 
@@ -201,10 +200,9 @@ async def test_sampled_frequencies_match_the_probabilities() -> None:
     with torch.no_grad():
         p = torch.softmax(policy.model(input_ids=torch.tensor([ids])).logits[0, -1].double(), -1).tolist()
     common = [i for i in range(len(p)) if p[i] * n >= 10]
-    rest = n - sum(counts[i] for i in common)
-    chi2 = sum((counts[i] - n * p[i]) ** 2 / (n * p[i]) for i in common)
-    left = n * (1 - sum(p[i] for i in common))
-    chi2 += (rest - left) ** 2 / left
+    pairs = [(counts[i], n * p[i]) for i in common]
+    pairs.append((n - sum(counts[i] for i in common), n * (1 - sum(p[i] for i in common))))  # all other tokens
+    chi2 = sum((found - expected) ** 2 / expected for found, expected in pairs)
     freedom = len(common)
     assert chi2 < freedom + 4 * math.sqrt(2 * freedom)  # seeds are fixed, so this is deterministic
 
@@ -361,11 +359,8 @@ async def test_a_rewritten_history_is_recomputed_from_the_first_change() -> None
     engine = af.LocalEngine(policy)
     ids = prompt(30)
     await engine.sample(ids, af.Sampling(max_tokens=10), 1, request=request("a"))
-    other = [*ids[:20], *prompt(15, seed=9)]
-    check(policy, other, await engine.sample(other, af.Sampling(max_tokens=10), 1, request=request("a", 1)))
-    shorter = ids[:5]
-    check(policy, shorter, await engine.sample(shorter, af.Sampling(max_tokens=10), 1, request=request("a", 2)))
-    check(policy, ids, await engine.sample(ids, af.Sampling(max_tokens=10), 1, request=request("a", 3)))
+    for turn, given in enumerate(([*ids[:20], *prompt(15, seed=9)], ids[:5], ids), 1):
+        check(policy, given, await engine.sample(given, af.Sampling(max_tokens=10), 1, request=request("a", turn)))
 
 
 async def test_released_sessions_free_their_slots() -> None:
@@ -491,17 +486,15 @@ async def test_a_stop_string_ends_the_turn_after_a_whole_token() -> None:
     whole = await af.LocalEngine(policy).sample(prompt(5), af.Sampling(max_tokens=40), 4)
     stop = policy.chat.text(whole.ids or ())[9:11]
     got = await af.LocalEngine(policy).sample(prompt(5), af.Sampling(max_tokens=40, stop=(stop,)), 4)
-    assert got.stop == "string"
-    assert got.ids == (whole.ids or ())[: len(got.ids or ())]
-    assert stop in policy.chat.text(got.ids or ())
-    assert stop not in policy.chat.text((got.ids or ())[:-1])
+    assert got.ids is not None and whole.ids is not None
+    assert (got.stop, got.ids) == ("string", whole.ids[: len(got.ids)])
+    assert stop in policy.chat.text(got.ids) and stop not in policy.chat.text(got.ids[:-1])
 
 
 async def test_the_context_limits_a_turn() -> None:
     engine = af.LocalEngine(endless())  # 256 positions
     got = await engine.sample(prompt(250), af.Sampling(max_tokens=50), 0)
-    assert len(got.ids or ()) == 6
-    assert got.stop == "length"
+    assert (got.stop, len(got.ids or ())) == ("length", 6)
     check(endless(), prompt(250), got)
     await errors.check(
         lambda: engine.sample(prompt(256), af.Sampling(), 0),
@@ -574,8 +567,7 @@ async def test_concurrent_requests_of_one_session_are_rejected() -> None:
     await until(lambda: engine._inbox)
     go_on.set()
     await errors.check(lambda: second, EngineError, "session 'a' has two concurrent requests")
-    assert len((await other).ids or ()) == 60
-    assert len((await first).ids or ()) == 60
+    assert [len((await task).ids or ()) for task in (other, first)] == [60, 60]
 
 
 async def test_dropout_stays_off_after_another_library_trained_the_model() -> None:
@@ -610,11 +602,7 @@ def test_a_closed_event_loop_does_not_block_the_engine() -> None:
         del task
 
     asyncio.run(leave())  # cancels the pending task and closes the loop
-
-    async def go() -> af.Sample:
-        return await engine.sample(prompt(8), af.Sampling(max_tokens=12), 5)
-
-    assert len(asyncio.run(go()).ids or ()) == 12
+    assert len(asyncio.run(engine.sample(prompt(8), af.Sampling(max_tokens=12), 5)).ids or ()) == 12
 
 
 def test_two_event_loops_at_once() -> None:

@@ -148,24 +148,24 @@ async def test_a_cut_text_ends_the_chain_as_a_turn_that_was_cut(server: Server, 
 # --- a server that fails -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fault", [429, 500, 503, "reset", "cut", "slow"])
+@pytest.mark.parametrize(
+    "fault", [429, 500, 503, ConnectionError(), EOFError(), Slow(GUARD)],
+    ids=["429", "500", "503", "reset", "cut", "slow"],
+)  # fmt: skip
 async def test_a_fault_that_passes_is_tried_again(server: Server, engine: Connect, fault: Any) -> None:
     def say(path: str, body: dict[str, Any]) -> Any:
         if len(server.got) > 2:
             return chat("42")
-        if fault == "reset":
-            raise ConnectionError
-        if fault == "cut":
-            raise EOFError
-        if fault == "slow":
-            raise Slow(GUARD)
+        if isinstance(fault, Exception):
+            raise fault
         return fault, {"error": {"message": "busy"}}, {"Retry-After": "0"}
 
     server.answer = say
     # The timeout applies to the third attempt too, which a slow machine may need to repeat.
-    trajectory = await first(engine(timeout=0.2, retries=50) if fault == "slow" else engine())
+    slow = isinstance(fault, Slow)
+    trajectory = await first(engine(timeout=0.2, retries=50) if slow else engine())
     assert trajectory.final == "42" and trajectory.error is None
-    assert len(server.got) == 3 or (fault == "slow" and len(server.got) > 3)
+    assert len(server.got) == 3 or (slow and len(server.got) > 3)
 
 
 async def test_a_fault_that_stays_ends_that_chain_alone(server: Server, engine: Connect) -> None:
@@ -317,17 +317,16 @@ async def test_logprobs_from_before_temperature_are_found_out(server: Server, en
 
 async def test_exact_tokens_refuse_what_could_not_be_recorded(server: Server, engine: Connect) -> None:
     serve(server)
-    model = engine(tokens="exact", stop_ids=(1,))
-    await errors.check(
-        lambda: model.sample([1, 2], af.Sampling(top_p=0.9), 0), af.errors.EngineError, "must not truncate"
-    )
-    full = [1] * 512
-    for ids in (full, [*full, 1]):
-        await errors.check(lambda ids=ids: model.sample(ids, af.Sampling(), 0), af.errors.EngineError, "no space")
-    nucleus = engine(tokens="exact", stop_ids=(1,), extra_body={"top_p": 0.5})
-    await errors.check(lambda: nucleus.sample([1, 2], af.Sampling(), 0), af.errors.EngineError, "got {'top_p': 0.5}")
-    without = engine(tokens="exact")
-    await errors.check(lambda: without.sample([1, 2], af.Sampling(), 0), af.errors.EngineError, "stop_ids")
+    stops: dict[str, Any] = {"stop_ids": (1,)}
+    for settings, ids, sampling, words in (
+        (stops, [1, 2], af.Sampling(top_p=0.9), "must not truncate"),
+        (stops, [1] * 512, af.Sampling(), "no space"),
+        (stops, [1] * 513, af.Sampling(), "no space"),
+        (stops | {"extra_body": {"top_p": 0.5}}, [1, 2], af.Sampling(), "got {'top_p': 0.5}"),
+        ({}, [1, 2], af.Sampling(), "stop_ids"),
+    ):
+        model = engine(tokens="exact", **settings)
+        await errors.check(lambda: model.sample(ids, sampling, 0), af.errors.EngineError, words)
 
 
 @pytest.mark.parametrize("logprob", [math.nan, -math.inf, math.inf, None])

@@ -301,23 +301,15 @@ async def test_weights_that_a_server_cannot_load_are_refused_before_it_is_paused
     server, _ = pair
     other = policy.copy()
     other.model.config.vocab_size = 7
-    await errors.check(
-        lambda: server.client().update(other),
-        af.errors.EngineError,
-        re.compile(r"the server at http.* has vocab_size=\d+, but the policy has 7"),
-    )
-    await errors.check(
-        lambda: server.client().update("weights"), af.errors.EngineError, "update needs a Policy, got a str"
-    )
-    server.fault = lambda path, body: (404, {"error": "Not Found"}, {}) if path == "/collective_rpc" else None
-    await errors.check(
-        lambda: server.client().update(policy),
-        af.errors.EngineError,
-        re.compile(r"cannot be changed \(.*404.*VLLM_SERVER_DEV_MODE=1 python -m vllm"),
-    )
-    await errors.check(
-        lambda: server.client(tokens="none").update(policy), af.errors.EngineError, "requires tokens='exact'"
-    )
+    missing = 404, {"error": "Not Found"}, {}
+    for weights, settings, answer, words in (
+        (other, {}, None, r"the server at http.* has vocab_size=\d+, but the policy has 7"),
+        ("weights", {}, None, "update needs a Policy, got a str"),
+        (policy, {}, missing, r"cannot be changed \(.*404.*VLLM_SERVER_DEV_MODE=1 python -m vllm"),
+        (policy, {"tokens": "none"}, missing, "requires tokens='exact'"),
+    ):
+        server.fault = lambda path, body, answer=answer: answer if path == "/collective_rpc" else None
+        await errors.check(lambda: server.client(**settings).update(weights), af.errors.EngineError, re.compile(words))
     assert {path for path, _ in server.got} == {"/collective_rpc"}
 
 

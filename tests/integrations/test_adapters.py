@@ -229,8 +229,7 @@ async def test_environments_of_three_protocols() -> None:
 
     echo = af.envs.from_env(Echo, action=say, show=lambda o: o["text"])
     t = await played(echo, ["a", "bad", "end", "more"])
-    assert "seed 3" in str(t.messages)
-    assert observations(t) == ["a!", "say something good", "end!"]
+    assert "seed 3" in str(t.messages) and observations(t) == ["a!", "say something good", "end!"]
     assert (t.metrics["total"], t.stop, t.success) == (1.0, "env_done", True)
     t = await played(af.envs.from_env(Guess), ["1", "3"])
     assert (observations(t), t.metrics["total"], t.stop) == (["1: wrong", "3: right"], 1.0, "env_done")
@@ -352,8 +351,7 @@ async def test_openenv() -> None:
     finally:
         server.should_exit = True
         thread.join(GUARD)
-    assert observations(t) == ["HELLO", "END"]
-    assert "seed 3" in str(t.messages)
+    assert observations(t) == ["HELLO", "END"] and "seed 3" in str(t.messages)
     assert (t.metrics["total"], t.stop) == (1.0, "env_done")
 
 

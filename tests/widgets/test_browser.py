@@ -6,6 +6,7 @@ from typing import Any
 
 import browser
 import pytest
+from paths import TESTS
 
 WHY_NOT = browser.missing()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))
@@ -19,13 +20,12 @@ def records() -> None:
     import asyncio
     import math
     import re
-    import types
 
     import numpy as np
     import torch
+    from views import FakeRun, batch_of, stats_of
 
     from agentfly_kit import widgets as w  # noqa: F401  (for the cells)
-    from agentfly_kit.ppo.stats import Stats
     from agentfly_kit.trajectories import Trajectory
     from agentfly_kit.types import Task, Turn
 
@@ -62,28 +62,12 @@ def records() -> None:
         return Trajectory(f"calc-7/{i}", task, "calc-7", i, tuple(turns), "answered", reward=float(i % 2))
 
     def step(trajectories):
-        rng = np.random.default_rng(0)
-        shape = (len(trajectories), max(len(t.ids) for t in trajectories))
-        ids, attention, mask = (torch.zeros(shape, dtype=d) for d in (torch.int64, torch.bool, torch.bool))
-        logprobs, advantages = torch.full(shape, math.nan), torch.full(shape, math.nan)
-        for b, t in enumerate(trajectories):
-            n = len(t.ids)
-            ids[b, :n], attention[b, :n], mask[b, :n] = torch.tensor(t.ids), True, torch.tensor(t.action_mask)
-            logprobs[b, :n] = torch.tensor(t.logprobs)
-            advantages[b, :n] = torch.where(mask[b, :n], 0.9 if t.reward else -0.7, math.nan)
-        batch = types.SimpleNamespace(
-            trajectories=tuple(trajectories), ids=ids, attention=attention, mask=mask, logprobs=logprobs,
-            advantages=advantages, token_rewards=torch.where(mask, 0.0, math.nan),
-        )  # fmt: skip
-        before = logprobs.numpy()
-        after = np.minimum(before + rng.normal(0, 0.15, shape).astype("float32"), -1e-4)
-        ratio = np.exp(after - before)
-        clipped = np.where(mask.numpy(), ((ratio - 1) * np.sign(advantages.numpy()) > 0.2).astype("float32"), np.nan)
-        detail = {
-            "logprob_before": before, "logprob_after": after, "ratio": ratio, "clipped": clipped,
-            "advantage": advantages.numpy(),
-        }  # fmt: skip
-        return Stats(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, detail=detail, batch=batch)
+        batch = batch_of(trajectories)
+        advantage = torch.tensor([[0.9 if t.reward else -0.7] for t in trajectories])
+        batch.advantages = torch.where(batch.mask, advantage, math.nan)
+        before = batch.logprobs.numpy()
+        after = np.minimum(before + np.random.default_rng(0).normal(0, 0.15, before.shape), -1e-4)
+        return stats_of(batch, after - before)
 
     class Box:
         async def start(self):
@@ -92,37 +76,28 @@ def records() -> None:
         async def reset(self):
             await asyncio.sleep(0.02)
 
-    class Run:
+    class Run(FakeRun):
         total = 24
-
-        def __init__(self, n=0):
-            self.records, self.listeners = [], []
-            for _ in range(n):
-                self.step()
-
-        def subscribe(self, callback):
-            self.listeners.append(callback)
-            return lambda: self.listeners.remove(callback)
 
         def step(self):
             i = len(self.records) + 1
             rng = np.random.default_rng(i)
             level = 1 - 0.75 * math.exp(-i / 7)
             record = {
-                "step": i, "success": min(1.0, max(0.0, level + rng.normal(0, 0.05))), "reward": level * 1.1,
+                "success": min(1.0, max(0.0, level + rng.normal(0, 0.05))), "reward": level * 1.1,
                 "approx_kl": abs(rng.normal(0, 0.008)), "clip_fraction": abs(rng.normal(0, 0.04)),
                 "entropy": 1.8 * math.exp(-i / 15) + 0.1 * rng.random(), "grad_norm": 0.7 + rng.random(),
                 "loss": rng.normal(0, 0.01), "tokens": int(rng.integers(9000, 15000)), "turns": 2 + rng.random(),
                 "seconds": 1.5 + rng.random(),
             }  # fmt: skip
             if i % 4 == 0:
-                record.update(eval_success=level, eval_low=level - 0.12, eval_high=min(1.0, level + 0.08))
-            self.records.append(record)
-            for listener in list(self.listeners):
-                listener(record)
+                record |= {"eval_success": level, "eval_low": level - 0.12, "eval_high": min(1.0, level + 0.08)}
+            super().step(**record)
 
 
-RECORDS = textwrap.dedent(inspect.getsource(records).split('"""', 2)[2])
+RECORDS = f"import sys\nsys.path.insert(0, {str(TESTS)!r})\n" + textwrap.dedent(
+    inspect.getsource(records).split('"""', 2)[2]
+)
 
 
 # Whether the cursor is at a token.
