@@ -15,27 +15,27 @@ from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.errors import AlignmentError, SettingsError, check_settings, check_value, checks_keywords
 from agentfly_kit.types import Turn
 
-# Settings of an agent that cannot be combined with branching, because they change or fork chains themselves.
+# Agent settings that cannot be combined with branching, because they change or fork chains themselves.
 _REFUSED_HOOKS = ("harness", "before_turn", "after_observation")
 
 
 @checks_keywords
 @dataclass(frozen=True)
 class Branch(Displayable):
-    """Settings for sampling a group as a tree, as in ARPO: chains fork where the policy has become less certain.
+    """Settings for sampling a group as a tree, as in ARPO: chains fork where the policy becomes less certain.
 
     A group begins with `initial` chains. When all unfinished chains have sampled an action that follows an observation,
-    each chain forks with probability P = clip(base + weight (H - H_0), 0, 1), until the tree has `group_size`
-    leaves. H is the uncertainty of that action, and H_0 that of the first action of the chain. A fork starts at the
-    observation and samples its own action. If the tree is still smaller when all chains have ended, new chains start.
+    each chain forks with probability P = clip(base + weight (H - H_0), 0, 1), until the group has `group_size`
+    chains. H is the uncertainty of that action, and H_0 that of the first action of the chain. A fork starts at the
+    observation and samples its own action. If the group is still smaller when all chains have ended, new chains start.
 
     Args:
-        initial: Number of chains at the start, from 1 to the group size (N in the paper). None means half the group.
-        base: Probability of a fork if the uncertainty has not changed (alpha in the paper).
+        initial: Number of initial chains, from 1 to the group size (N in the paper). With None, half the group size.
+        base: Fork probability if the uncertainty has not changed (alpha in the paper).
         weight: Weight of the change in uncertainty, H - H_0, in P (beta in the paper).
         threshold: Fork if P > `threshold` (tau in the paper). With None, fork with probability P, as ARPO's code does.
-        width: Number of forks of a chain after one observation.
-        tokens: Number of initial tokens of an action from which its uncertainty is computed.
+        width: Number of forks created when a chain forks.
+        tokens: Number of tokens at the beginning of an action from which its uncertainty is computed.
         measure: "entropy" is the mean exact entropy of these tokens, divided by the logarithm of the vocabulary size.
             "surprisal" uses -logprob in place of the entropy, for engines that report no entropies. A function receives
             the `Turn` of the action and returns a number, preferably between 0 and 1.
@@ -58,7 +58,7 @@ class Branch(Displayable):
             raise SettingsError(f"measure must be 'entropy', 'surprisal' or a function of a turn, got {self.measure!r}")
 
     def num_initial(self, group_size: int) -> int:
-        """Return the number of chains with which a group starts."""
+        """Return the number of initial chains in a group of the given size."""
         return max(1, group_size // 2) if self.initial is None else self.initial
 
     def uncertainty(self, turn: Turn, vocabulary: int) -> float:
@@ -85,7 +85,7 @@ class Branch(Displayable):
         return min(1.0, max(0.0, self.base + self.weight * change))
 
     def groups_at_once(self, agent: AgentSettings, group_size: int, max_concurrency: int) -> int:
-        """Return how many groups can run concurrently so that no chain waits for an engine slot or a sandbox.
+        """Return the number of groups that can run concurrently without any chain waiting for a slot or a sandbox.
 
         Raises:
             SettingsError: If the agent cannot branch, or if the limits do not allow even one group.
@@ -124,21 +124,21 @@ class Branch(Displayable):
 
 @dataclass
 class _Waiting:
-    """A chain that waits in `BranchGroup.branch`. The future `forks` receives the number of granted forks."""
+    """A chain that is waiting in `BranchGroup.branch`. The future `forks` resolves to the number of granted forks."""
 
     is_forking: bool
     forks: asyncio.Future[int]
 
 
 class BranchGroup:
-    """Decides which chains of one group fork and when new chains begin. The decisions do not depend on timing.
+    """Decides which chains of a group fork and when new chains begin, independently of timing.
 
     Args:
         branch: the settings.
-        size: number of leaves.
+        size: number of chains in the complete group.
         begin: function that starts the chain with the given index in the group.
-        fork: function that forks a chain at the given turn, and returns whether the fork was made.
-        on_end: function that is called when all leaves have ended.
+        fork: function that forks a chain at the given turn, and returns True if it succeeds.
+        on_end: function called when all chains have ended and the group is complete.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class BranchGroup:
     ) -> None:
         self._branch, self._size = branch, size
         self._begin, self._fork, self._on_end = begin, fork, on_end
-        # `_leaves` counts all chains begun and forks granted, and `_running` the chains that have not ended.
+        # `_leaves` is the number of chains begun and forks granted; `_running` is the number of unfinished chains.
         self._leaves = self._running = 0
         self._num_begun = 0
         self._waiting: dict[ChainKey, _Waiting] = {}
@@ -196,13 +196,13 @@ class BranchGroup:
                 if await self._fork(chain, observation):
                     made += 1
                     self._running += 1
-        finally:  # needed if the time limit of the chain is reached
+        finally:  # also runs if the time limit of the chain is reached
             self._waiting.pop(chain.key, None)
             if future.done() and not future.cancelled():
                 self._leaves -= future.result() - made
 
     def _decide(self) -> None:
-        """If all running chains wait, grant their forks. If no chain is running, begin new chains or end the group."""
+        """If all running chains are waiting, grant forks. If none is running, begin new chains or end the group."""
         if len(self._waiting) < self._running:
             return
         waiting, self._waiting = self._waiting, {}

@@ -16,9 +16,9 @@ from agentfly_kit.types import ToolCall, ToolResult, Turn
 
 @dataclass(frozen=True)
 class Budget(Displayable):
-    """Limits shared by several chains, passed to `agent.rollout` as `budget` or `group_budget`.
+    """Limits shared by several chains, given as `budget` or `group_budget` to `agent.rollout`.
 
-    By default, nothing is limited. Limits of a single chain are arguments of the agent, such as `max_tokens`.
+    By default, nothing is limited. Limits on a single chain are settings of the agent, such as `max_tokens`.
     The limits on tokens, turns and tool calls are never exceeded. A chain that would exceed a limit is truncated and
     scored, with a stop reason such as `run_tokens` or `group_tool_calls`. Chains that have not started when a limit is
     reached are listed in `rollout.not_run`. Which chains are truncated or do not start is deterministic only with
@@ -48,13 +48,13 @@ class Budget(Displayable):
 
 
 class BudgetUsage:
-    """Tokens, turns and tool calls counted against a budget. `name` ("group" or "run") prefixes the stop reasons."""
+    """Usage of a budget so far. `name`, "group" or "run", is the prefix of the stop reasons."""
 
     def __init__(self, budget: Budget, name: str) -> None:
         self.budget = budget
         self.name = name
         self.tokens = self.turns = self.tool_calls = 0
-        # Deadline on the clock of `loop.time()`, set by `start`.
+        # Deadline in terms of `loop.time()`, set by `start`.
         self.deadline: float | None = None
         # `running` is the number of running actions, and `reserved` the number of tokens that they reserve.
         self.reserved = 0
@@ -68,7 +68,7 @@ class BudgetUsage:
             self.deadline = asyncio.get_running_loop().time() + self.budget.seconds
 
     def exhausted(self, limits: Sequence[str] = ("tokens", "turns", "tool_calls")) -> str | None:
-        """Check `limits` in order, then the time limit. Return the stop reason of the first reached limit, or None."""
+        """Return the stop reason of the first limit that has been reached, or None. The time limit is checked last."""
         for name in limits:
             limit = getattr(self.budget, name)
             if limit is not None and getattr(self, name) >= limit:
@@ -87,9 +87,9 @@ class BudgetUsage:
 class TokenReservation:
     """Tokens granted to one action.
 
-    When the action has finished, set `used` to the number of sampled tokens. If `used` is None, no action is counted.
-    `stop` is the stop reason if the action must not start. `limited_by` is the stop reason of the budget that reduced
-    the number of granted tokens.
+    When the action has finished, set `used` to the number of sampled tokens; if `used` remains None, the action is not
+    counted. `stop` is the stop reason if the action must not start. `limited_by` is the stop reason of the budget that
+    reduced the number of granted tokens.
     """
 
     tokens: int
@@ -136,7 +136,7 @@ async def reserve_tokens(usages: Sequence[BudgetUsage], wanted: int) -> AsyncIte
 def refuse_calls(
     agent: AgentSettings, action: Turn, calls: Sequence[ToolCall], usages: Sequence[BudgetUsage]
 ) -> tuple[dict[int, ToolResult], str | None]:
-    """Return the failed results of calls over a limit, keyed by index in `calls`, and the stop reason or None."""
+    """Return failed results for the calls that exceed a limit, keyed by index, and the stop reason or None."""
     valid = [i for i, call in enumerate(calls) if _reaches_tool(agent, call)]
     granted, stop = len(valid), None
     limits: list[tuple[int, str]] = []
@@ -158,7 +158,7 @@ def refuse_calls(
 
 
 def stop_after_action(agent: AgentSettings, turn: Turn, limit: int, limited_by: str | None) -> str | None:
-    """Return the stop reason if the chain ends with this action, else None.
+    """Return the stop reason if the chain ends with this action, or None if it continues.
 
     `limit` is the maximum number of tokens that was requested from the engine. `limited_by` is the stop reason of the
     shared budget that determined `limit`, or None.
@@ -180,7 +180,7 @@ def stop_after_action(agent: AgentSettings, turn: Turn, limit: int, limited_by: 
 def stop_after_calls(
     agent: AgentSettings, action: Turn, results: Sequence[ToolResult], over_limit: str | None
 ) -> str | None:
-    """Return the stop reason if the chain ends with the results of these tool calls, else None."""
+    """Return the stop reason if the chain ends after these tool results, or None if it continues."""
     if any(result.env_done for result in results):
         return "env_done"
     if any(result.done for result in results):
@@ -193,7 +193,7 @@ def stop_after_calls(
 
 
 def action_tokens(leaf: Turn) -> int:
-    """Return the number of tokens in all actions on the path from the first turn to `leaf`."""
+    """Return the total number of tokens of the actions from the first turn up to `leaf`."""
     return sum(turn.num_tokens for turn in leaf.path if turn.kind == "action")
 
 
@@ -202,7 +202,7 @@ def _reaches_tool(agent: AgentSettings, call: ToolCall) -> bool:
 
 
 def _invalid_streak(agent: AgentSettings, action: Turn) -> int:
-    """Return the number of consecutive actions, up to `action`, whose tool calls were all malformed or unknown."""
+    """Return the number of consecutive actions, ending with `action`, that made only malformed or unknown calls."""
     actions = [turn for turn in reversed(action.path) if turn.completes_action]
     invalid = (turn.tool_calls and not any(_reaches_tool(agent, c) for c in turn.tool_calls) for turn in actions)
     return sum(1 for _ in itertools.takewhile(bool, invalid))

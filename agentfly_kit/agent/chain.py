@@ -1,6 +1,6 @@
 """`BaseChain` runs a chain to its end and scores it; `LoopChain` is the built-in agent loop.
 
-At sampling time, `turns.action_turn` decides which tokens are trained on (mask 1).
+`turns.action_turn` decides which tokens are trained on (mask 1) when they are sampled.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ from agentfly_kit.types import Failure, ToolCall, Turn
 
 
 class BaseChain(ChainState):
-    """Chain that can be run to its end and scored. Subclasses define where its actions come from."""
+    """Base class of chains that can be run to their end and scored. Subclasses define how actions are requested."""
 
     # --- running ---
 
     @pending_call
     async def run(self) -> Trajectory:
-        """Run the chain to its end and score it. The hooks and time limits of the agent apply.
+        """Run the chain to its end, with the hooks and time limits of the agent, and score it.
 
-        Exceptions of the engine, the host or a hook are not raised. They end the chain, which is left unscored, and are
-        recorded in `error`.
+        Exceptions raised by the engine, the host or a hook are not propagated. They end the chain, which is left
+        unscored, and are recorded in `error`.
         """
         state, detail, trajectory = "cancelled", "", None
         self.hooks.report(self.id, "chain", "start", "waiting", self.actions)
@@ -88,9 +88,9 @@ class BaseChain(ChainState):
             self._end("error", Failure.from_exception("chain", error))
         except Exception as error:
             if limit.expired():
-                if self.stop is None:  # otherwise, the limit was reached while the ended chain waited for its group
+                if self.stop is None:  # otherwise, the chain had already ended and was waiting for its group
                     self._end(stop)
-            else:  # for example, a TimeoutError of a server, which is not the chain's time limit
+            else:  # for example, a TimeoutError raised by a server, which is unrelated to the chain's time limit
                 where = "engine" if isinstance(error, EngineError) else "chain"
                 self._end("error", Failure.from_exception(where, error))
 
@@ -112,7 +112,7 @@ class BaseChain(ChainState):
 
     async def _sample(self, sampling: Sampling, attempt: int = 0) -> Turn:
         agent, index, ids = self.agent, self.actions, self.ids
-        # End the chain if its token limit or the context leaves no room for another action.
+        # End the chain if its token limit or the context length leaves no room for another action.
         left = math.inf if agent.max_tokens is None else agent.max_tokens - action_tokens(self.turn)
         room = agent.engine.max_length - len(ids)
         if left < 1 or room <= 1:
@@ -182,12 +182,12 @@ class BaseChain(ChainState):
 
 
 class LoopChain(BaseChain):
-    """Chain of the built-in agent loop: sample an action, run its tool calls, repeat until the model answers."""
+    """Chain that runs the built-in agent loop: sample an action, run its tool calls, repeat until the model answers."""
 
     # --- running ---
 
     async def _advance(self, sample: Callable[[], Awaitable[Turn]] | None = None) -> None:
-        """Run one step of the chain, including the agent's hooks. If given, `sample` replaces `self.sample`."""
+        """Run one step of the chain with the agent's hooks. If given, `sample` is called in place of `self.sample`."""
         agent = self.agent
         await self.prepare()
         if agent.before_turn is not None:
@@ -210,7 +210,7 @@ class LoopChain(BaseChain):
                 await self.hooks.spawn(self, count)
 
     def _compacting_can_help(self) -> bool:
-        """Return True if the context is full and the current row contains more than its prompt."""
+        """Return True if the context is full and the current row contains turns other than its prompt."""
         return self.stop == "context_full" and len(self.turn.row_path) > 1
 
     # --- preparing ---
@@ -219,7 +219,7 @@ class LoopChain(BaseChain):
     async def prepare(self) -> Turn:
         """Call the agent's `before_chain` hook, which may extend the prompt, and return the last turn.
 
-        The first `sample` does this automatically. Call `prepare` to inspect the prompt before `sample` or `force`.
+        The first `sample` does this automatically. Call `prepare` to inspect the prompt first, or before `force`.
         """
         with self._exclusive("prepare"):
             return await self._prepare()
@@ -247,7 +247,7 @@ class LoopChain(BaseChain):
 
         Args:
             greedy: take the most probable token at each position.
-            attempt: index that selects the seed. Attempt 0 samples the same action as a rollout. After `rewind`, pass
+            attempt: index that selects the seed. Attempt 0 uses the same seed as a rollout. After `rewind`, pass
                 1, 2, ... to sample other actions at the same turn.
         """
         with self._exclusive("sample"):
@@ -315,5 +315,5 @@ class LoopChain(BaseChain):
 
 
 async def call_hook(hook: Callable[..., Any] | None, *given: Any) -> Any:
-    """Call a sync or async hook of the agent and return its result; do nothing if `hook` is None."""
+    """Call a sync or async hook of the agent and return its result. Return None if `hook` is None."""
     return None if hook is None else await maybe_await(hook(*given))

@@ -31,11 +31,11 @@ from agentfly_kit.types import Message, Task, ToolResult, Turn, normalize_messag
 
 
 class Chain(LoopChain):
-    """One trajectory in progress. Create it with `agent.chain(task)`. Methods that append a turn return the turn.
+    """Trajectory in progress, created with `agent.chain(task)`. Methods that append a turn return that turn.
 
     Attributes:
-        origin: the continued trajectory, if the chain was created by `agent.chain(trajectory)`; otherwise None.
-        origin_key: the key from which the seeds of `origin` are derived; otherwise None.
+        origin: the trajectory that the chain continues, if it was created by `agent.chain(trajectory)`; otherwise None.
+        origin_key: the key from which the seeds of `origin` are derived; None if `origin` is None.
     """
 
     origin: Trajectory | None = None
@@ -44,12 +44,12 @@ class Chain(LoopChain):
 
     @classmethod
     def from_trajectory(cls, agent: AgentSettings, trajectory: Trajectory) -> Chain:
-        """Create a chain that has all turns of a trajectory and can be rewound, forked or continued.
+        """Create a chain from the turns of a trajectory, to rewind, fork or continue it.
 
-        If the agent is unchanged and the seeds of the trajectory are known, resampling a turn gives the same tokens.
+        If the agent is unchanged and the seeds of the trajectory are known, resampling a turn yields the same tokens.
 
         Raises:
-            SettingsError: if the trajectory does not begin with the agent's prompt, or used a sandbox.
+            SettingsError: if the trajectory does not begin with the agent's prompt, or its tools used a sandbox.
         """
         group, number = trajectory.group, trajectory.chain
         fork = trajectory.id.removeprefix(f"{group}/{number}")
@@ -94,7 +94,7 @@ class Chain(LoopChain):
     # --- writing turns ---
 
     def force(self, content: str | Sequence[int], *, end: bool = True, author: str = "person") -> Turn:
-        """Append a given action, or the beginning of an action, instead of sampling it. Its tokens have mask 0.
+        """Append the given action, or the beginning of one, instead of sampling it. Its tokens have mask 0.
 
         Args:
             content: text or token ids.
@@ -138,7 +138,7 @@ class Chain(LoopChain):
         """Append `text` as the observation of the last action.
 
         The text becomes the result of each tool call of the action, or a user message if the action called no tool. If
-        the leaf is already an observation, the text is added as a user message.
+        the last turn is already an observation, the text is added to it as a user message.
 
         Raises:
             SettingsError: if the chain has no action yet, or `text` is not a string.
@@ -157,11 +157,11 @@ class Chain(LoopChain):
             return self._append_observation(observation_turn(self.agent, self.turn, results or [user], author, calls))
 
     def compact(self, content: str | Sequence[Message], *, author: str = "hook") -> Turn:
-        """Close the current row and continue in a new row with a shorter context. Return the new prompt.
+        """End the current row and continue in a new row with a shorter context. Return the new prompt.
 
-        All rows are kept in `trajectory.rows` and used for training. An observation after the last action loses its
-        token ids, because no engine has received them. A chain with the stop reason "answered", "context_full" or
-        "turn_tokens" continues, or ends with "max_turns" if this limit is reached.
+        All rows are kept in `trajectory.rows` and used for training. The token ids of an observation after the last
+        action are removed, because no engine has received them. A chain with the stop reason "answered",
+        "context_full" or "turn_tokens" continues, or ends with "max_turns" if this limit is reached.
 
         Args:
             content: a string, which is appended to the last message of the first prompt, or messages, which replace
@@ -173,7 +173,7 @@ class Chain(LoopChain):
         """
         with self._exclusive("compact"):
             self._check_prepared("compact")
-            # The tool calls of an action that ended the chain, because it was truncated, never run.
+            # If a truncated action ended the chain, its tool calls never run.
             if self.pending_calls and self.stop is None:
                 raise SettingsError("the last tool calls have not run yet; call chain.act() or chain.observe() first")
             messages = append_text(self.turns[0].messages, content) if isinstance(content, str) else content
@@ -194,20 +194,20 @@ class Chain(LoopChain):
     def rewind(self, to: Turn | int) -> Turn:
         """Go back to an earlier turn and remove all later turns from this chain.
 
-        If `to` is an observation without token ids, because it ended the chain or a row, it is encoded now.
+        If `to` is an observation that has no token ids, because it ended the chain or a row, it is encoded now.
 
         Args:
             to: the turn, or its index in `chain.turns`.
 
         Raises:
-            SettingsError: if the turn is not in `chain.turns`, or if tools have run since that turn and the chain has a
-                sandbox or tool state, which cannot be rewound.
+            SettingsError: if the turn is not in `chain.turns`, or if tools have run since that turn and the chain holds
+                a sandbox or tool state, which cannot be rewound.
         """
         with self._exclusive("rewind"):
             return self._move_to(self._earlier_turn(to, "to"))
 
     def _earlier_turn(self, to: Turn | int, name: str) -> Turn:
-        """Return the turn given as `to`. Raise SettingsError if sandboxes or tool state may have changed since then."""
+        """Return the turn given by `to`. Raise SettingsError if sandboxes or tool state may have changed since then."""
         path = self.turns
         target = path[to] if isinstance(to, int) and -len(path) <= to < len(path) else to
         if isinstance(target, int) or not any(turn is target for turn in path):
@@ -240,7 +240,7 @@ class Chain(LoopChain):
         number: int | None = None,
         queue: bool = True,
     ) -> Chain:
-        """Return a new chain that has the same turns and continues independently in forks of this chain's sandboxes.
+        """Return an independent chain with the same turns and with forks of this chain's sandboxes.
 
         Args:
             at: the turn after which the fork continues, or its index in `chain.turns`; by default the last turn.
@@ -249,7 +249,7 @@ class Chain(LoopChain):
             queue: whether to wait for other chains to release sandboxes.
 
         Raises:
-            SettingsError: if tools have run since the turn `at` and the chain has a sandbox or tool state.
+            SettingsError: if tools have run since the turn `at` and the chain holds a sandbox or tool state.
             SandboxError: if a sandbox or the state of the tools cannot be forked.
             PoolTimeout: if no sandbox becomes free in time or, with queue=False, if all sandboxes of a pool are leased.
         """
@@ -262,7 +262,7 @@ class Chain(LoopChain):
             return twin
 
     def _twin(self, number: int, same_seeds: bool = False) -> Chain:
-        """Return a fork of this chain with the given number. The sandboxes are not forked."""
+        """Return a fork of this chain with the given number, without forking the sandboxes."""
         self.num_forks = max(self.num_forks, number)
         twin = Chain(self.agent, self.task, dataclasses.replace(self.key, fork=f"{self.key.fork}.{number}"), self.hooks)
         twin.author = self.author
@@ -285,8 +285,9 @@ class Chain(LoopChain):
             to_end: whether to run each sample to the end of the chain, with the agent's hooks, and score it.
 
         Returns:
-            One group of `n` trajectories. Without `to_end`, they end with the sampled action and are unscored, with the
-            stop reason "cancelled" if the chain would continue. `append_sample` adds one of the actions to a chain.
+            A rollout with one group of `n` trajectories. Without `to_end`, they end with the sampled action and are
+            unscored, with the stop reason "cancelled" if the chain could continue. Pass one of them to `append_sample`
+            to add its action to this chain.
 
         Raises:
             SettingsError: if the next turn cannot be an action.
@@ -339,6 +340,6 @@ class Chain(LoopChain):
 def create_chain(
     agent: AgentSettings, task: Task, key: ChainKey | None = None, hooks: ChainHooks | None = None
 ) -> BaseChain:
-    """Create a `HarnessChain` if the agent has a harness, else a `Chain`."""
+    """Create a `HarnessChain` if the agent has a harness, otherwise a `Chain`."""
     kind: type[BaseChain] = Chain if agent.harness is None else agent.harness.chain_type
     return kind(agent, task, key, hooks)

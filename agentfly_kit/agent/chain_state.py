@@ -1,6 +1,6 @@
 """`ChainState`: turns, stop reason, sandboxes and events of a trajectory in progress.
 
-Turns form a tree; a chain is the path from the root to one leaf.
+Turns form a tree through their parents; a chain is the path from the root to its last turn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from agentfly_kit.tools.context import Context
 from agentfly_kit.trajectories import BUDGET_STOPS, Trajectory
 from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn
 
-_sessions = itertools.count()  # numbers the KV cache sessions; seeds do not depend on it
+_sessions = itertools.count()  # numbers of the KV cache sessions, on which seeds do not depend
 
 # Stop reasons, besides "answered", after which `observe` and `compact` may still be called.
 _CONTINUES_AFTER = {"observe": ("turn_tokens",), "compact": ("turn_tokens", "context_full")}
@@ -34,15 +34,15 @@ _ACCEPTED_ALWAYS = ("rewind", "fork", "finish", "distribution")
 
 
 class ChainState(Displayable):
-    """State of one trajectory in progress, with the methods that record turns and events.
+    """State of a trajectory in progress, with methods that record turns and events.
 
     Attributes:
-        turn: the current leaf, which is the last of `chain.turns`.
+        turn: the last turn of the chain.
         author: author recorded for sampled turns; by default the agent's name.
         stop, error: stop reason and failure of an ended chain, or None.
         busy: whether a method of the chain is running.
-        has_sampled: whether a sample was requested from the engine.
-        closed: whether the chain was finished or abandoned and its sandboxes were released.
+        has_sampled: whether a sample has been requested from the engine.
+        closed: whether the chain has been finished or abandoned, which releases its sandboxes.
         trajectory: the result of `finish`, or None.
         seed_key: key from which the seeds are derived. It differs from `key` if the chain repeats another chain.
     """
@@ -74,7 +74,7 @@ class ChainState(Displayable):
         # Whether the hook `before_chain` has run; True if the agent has no such hook.
         self._prepared = agent.before_chain is None
         self.has_sampled = False
-        # Number of events whose start has been reported but whose end has not.
+        # Number of events that have been reported as started but not as ended.
         self._open_reports = 0
         # The last turn at which tools or a `before_turn` hook may have changed the sandboxes.
         self._context_used_at: Turn | None = None
@@ -94,7 +94,7 @@ class ChainState(Displayable):
 
     @property
     def turns(self) -> tuple[Turn, ...]:
-        """The turns from the prompt to the leaf."""
+        """All turns of the chain, starting with the prompt."""
         return self.turn.path
 
     @property
@@ -158,13 +158,13 @@ class ChainState(Displayable):
     # --- recording turns ---
 
     def _append(self, turn: Turn, stop: str | None = None) -> Turn:
-        """Append a turn, which becomes the leaf. If `stop` is given, the chain ends with this stop reason."""
+        """Append a turn. If `stop` is given, the chain ends with this stop reason."""
         self.turn, self.stop = turn, stop
         self._listeners.notify(self)
         return turn
 
     def _append_action(self, turn: Turn, stop: str | None) -> Turn:
-        """Append a sampled action and, if it calls no tool and the chain continues, `agent.nudge` as a message."""
+        """Append a sampled action. If it calls no tool and the chain continues, also append `agent.nudge`."""
         self._append(turn, stop)
         if stop is None and not turn.tool_calls and self.agent.nudge is not None:
             message: Message = {"role": "user", "content": self.agent.nudge}
@@ -172,7 +172,7 @@ class ChainState(Displayable):
         return turn
 
     def _append_observation(self, turn: Turn) -> Turn:
-        """Encode and append an observation after which the chain continues; see `encode_observation`."""
+        """Encode an observation that does not end the chain, and append it; see `encode_observation`."""
         encoded, leaf = encode_observation(self.agent, turn)
         self._append(leaf)
         return encoded
@@ -193,7 +193,7 @@ class ChainState(Displayable):
         return self._end(stop)
 
     def _host_failure(self, results: Sequence[ToolResult]) -> Failure | None:
-        """Return the failure of a pool, sandbox or engine that occurred during the tool calls, or None."""
+        """Return the failure of a pool, sandbox or engine during the tool calls, or None."""
         for result in results:
             if result.error is not None and result.error.host:
                 return result.error

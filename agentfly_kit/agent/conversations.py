@@ -1,4 +1,4 @@
-"""Matching of chat requests to the rows of a chain.
+"""Matching chat requests to the rows of a chain.
 
 A harness sends the whole message history with each request. If the history repeats the messages of a row up to one of
 its actions, the request continues from that action and the sampled token ids are kept. Otherwise, a new row starts.
@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.types import Message, normalize_messages
 
-# Key of a message: role, text, tool calls, and the id of the call that it answers. Equal keys mean equal messages.
+# Role, text, tool calls, and the id of the call that the message answers. Messages with equal keys are equal.
 MessageKey: TypeAlias = tuple[Any, ...]
 
 
@@ -25,7 +25,7 @@ def plain_messages(messages: Any, call_ids: Mapping[str, tuple[str, str]]) -> tu
     are dropped. `call_ids` maps each call id sent to the client to the id and name of the call in the chain.
 
     Raises:
-        SettingsError: if a message is malformed or not plain text, or the last message is from the assistant.
+        SettingsError: if a message is malformed or not plain text, or if the last message is an assistant message.
     """
     out: list[Message] = []
     for i, given in enumerate(messages or ()):
@@ -53,7 +53,7 @@ def plain_messages(messages: Any, call_ids: Mapping[str, tuple[str, str]]) -> tu
 
 def _with_id(call: Any, call_ids: Mapping[str, tuple[str, str]]) -> Any:
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        return call  # malformed, for which normalize_messages raises an error
+        return call  # malformed; normalize_messages raises an error
     sent = str(call.get("id") or "")
     function = {"name": call["function"].get("name"), "arguments": call["function"].get("arguments") or "{}"}
     return {"id": call_ids.get(sent, (sent, ""))[0], "type": "function", "function": function}
@@ -80,7 +80,7 @@ def plain_tools(tools: Any) -> tuple[dict[str, Any], ...]:
 
 
 def message_key(message: Message) -> MessageKey:
-    """Return a key for comparing messages, which ignores thinking and surrounding whitespace."""
+    """Return a key for comparing messages. Thinking and surrounding whitespace are ignored."""
     calls = tuple(
         (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls") or ()
@@ -90,7 +90,7 @@ def message_key(message: Message) -> MessageKey:
 
 @dataclass
 class Segment:
-    """Message keys of one turn. `end` is the number of token ids of the row up to the end of this turn."""
+    """Message keys of one turn. `end` is the number of token ids in the row up to the end of this turn."""
 
     keys: tuple[MessageKey, ...]
     end: int
@@ -103,7 +103,7 @@ class ConversationRow:
 
     Attributes:
         index: index of the row in the chain.
-        tools: the tool schemas, as JSON, which are the same in all requests of this row.
+        tools: the tool schemas as JSON, which are the same in all requests that belong to this row.
         segments: prompt, actions and observations, in order. A row that branches off another row starts with the
             segments of that row.
     """
@@ -131,7 +131,7 @@ class ConversationRow:
 
 @dataclass(frozen=True)
 class Match:
-    """The row that a request continues, and the number of segments and messages that the request repeats."""
+    """Row that a request continues, with the number of segments and messages that the request repeats."""
 
     row: ConversationRow
     segments: int
@@ -147,7 +147,8 @@ def find_match(
 ) -> Match | None:
     """Return the longest match, or None if a new row must start. Among equally long matches, prefer the end of a row.
 
-    A row does not match if an assistant message follows the matching messages, because its token ids are unknown.
+    A row does not match if an assistant message follows the matching messages, because the token ids of that message
+    are unknown.
     """
     keys = [message_key(message) for message in messages]
     schemas = tools_key(tools)
@@ -164,5 +165,5 @@ def find_match(
 
 
 def tools_key(tools: Sequence[dict[str, Any]]) -> str:
-    """Return the schemas as JSON. Equal schemas give equal strings."""
+    """Return the schemas as JSON, with sorted keys so that equal schemas yield equal strings."""
     return json.dumps(tools, sort_keys=True)

@@ -43,7 +43,7 @@ _CANCEL_SECONDS = 5.0
 
 
 class Harness(InjectedFunction[..., Any]):
-    """Wrapper that injects arguments into the function passed as `Agent(harness=)`."""
+    """Wrapper for the function given as `Agent(harness=)`, which injects its arguments."""
 
     kind = "harness"
     error_type = SettingsError
@@ -58,7 +58,7 @@ class Harness(InjectedFunction[..., Any]):
 
     @property
     def chain_type(self) -> type[HarnessChain]:
-        """Class of the chains whose requests come from a harness."""
+        """Class of the chains that run a harness."""
         return HarnessChain
 
     def _settings(self) -> str:
@@ -72,7 +72,7 @@ class Harness(InjectedFunction[..., Any]):
 
 
 class HarnessChain(BaseChain):
-    """Chain for `Agent(harness=)`. The harness function requests each action through an endpoint.
+    """Chain for `Agent(harness=)`, whose function requests each action through an endpoint.
 
     Turns are appended in the order of the requests. Each turn belongs to the row that the request continues, so turns
     of several rows may alternate while the chain runs. In `turns`, they are sorted by row.
@@ -83,7 +83,7 @@ class HarnessChain(BaseChain):
     ) -> None:
         super().__init__(agent, task, key, hooks)
         self._rows: list[ConversationRow] = []
-        # Number of actions sampled after each prompt, so that repeated requests get different seeds.
+        # Number of actions sampled for each prompt, so that repeated requests get different seeds.
         self._asked: Counter[str] = Counter()
         self._action_key = ""
         # Maps each tool call id sent to the client to the id and name of the call in the chain.
@@ -95,7 +95,7 @@ class HarnessChain(BaseChain):
         self._ordered: tuple[Turn, tuple[Turn, ...]] | None = None
 
     def _first_turn(self) -> Turn:
-        # The messages of the task are a provisional prompt, which the first request replaces.
+        # The messages of the task serve as the prompt until the first request replaces them.
         return Turn(kind="prompt", author="task", messages=self.task.messages, **text_fields(self.agent, ()))
 
     @property
@@ -187,7 +187,7 @@ class HarnessChain(BaseChain):
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
     ) -> Reply:
-        """Sample the next action of a conversation. Concurrent requests of a chain are answered one at a time.
+        """Sample the next action of a conversation. Concurrent requests for a chain are served one at a time.
 
         If the messages continue a row, its token ids are kept and only the new messages are encoded. If they continue
         an earlier action of a row, a new row starts with the ids up to that action. Otherwise, a new row starts with
@@ -197,7 +197,7 @@ class HarnessChain(BaseChain):
             messages: the whole conversation, as in the OpenAI API.
             tools: schemas of the tools that the model may call.
             author: author recorded for the action; by default the agent's name.
-            max_tokens: maximum number of tokens, if this is less than `Sampling.max_tokens` of the agent.
+            max_tokens: maximum number of tokens; `Sampling.max_tokens` of the agent applies if it is smaller.
             stop: additional stop strings.
 
         Raises:
@@ -237,9 +237,9 @@ class HarnessChain(BaseChain):
                 try:
                     turn = await self._next_action(plain, schemas, author or self.agent.name, sampling)
                 except (asyncio.CancelledError, SettingsError, RequestError, RecursionError):
-                    raise  # the request is invalid, or nested too deeply, and the chain goes on
+                    raise  # the request is invalid or too deeply nested; the chain continues
                 except Exception as error:
-                    # The harness cannot handle a failure of the chat template or the engine, so the chain ends.
+                    # The harness cannot handle errors of the chat template or the engine, so the chain ends.
                     where = "chat" if isinstance(error, ChatTemplateError) else "engine"
                     self._end("error", Failure.from_exception(where, error))
             self._check_running()
@@ -269,7 +269,7 @@ class HarnessChain(BaseChain):
         return turn
 
     def _encode_ahead(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> None:
-        """Encode the messages that `_continue_row` will encode, without changing the chain."""
+        """Encode the messages that `_continue_row` encodes later, without changing the chain."""
         match, chat = find_match(self._rows, messages, tools), self.agent.chat
         new = () if match is None else messages[match.messages :]
         if self.agent.exact and (match is None or chat.needs_rerender(new)):
@@ -335,7 +335,7 @@ class HarnessChain(BaseChain):
         segments: list[Segment],
     ) -> ConversationRow:
         row = ConversationRow(len(self._rows), tools_key(tools), segments)
-        parent = self.turn if self._rows else None  # the first request replaces the provisional prompt
+        parent = self.turn if self._rows else None  # the first request replaces the prompt of `_first_turn`
         author = "task" if not self._rows else "harness"
         where = label(self.agent, self.actions)
         turn = Turn(
@@ -347,7 +347,7 @@ class HarnessChain(BaseChain):
         return row
 
     def _observation(self, leaf: Turn, messages: tuple[Message, ...], row: int) -> Turn:
-        """Return an observation with the messages that follow the action `leaf`, such as results of its tool calls."""
+        """Return an observation with the messages that follow the action `leaf`, such as its tool results."""
         pending = {call.id: call for call in leaf.tool_calls}
         calls: list[ToolCall] = []
         for message in messages:
@@ -405,7 +405,7 @@ class HarnessChain(BaseChain):
         )
 
     def _warn_once(self, key: str, text: str) -> None:
-        """Issue a warning about the harness, at most once per agent and key."""
+        """Issue a warning, at most once per agent and key."""
         if f"harness {key}" not in self.agent._warned:
             self.agent._warned.append(f"harness {key}")
             warn_or_log(text)

@@ -1,4 +1,4 @@
-"""Predefined hooks for agents: a sliding window of steps, and a summary of the context when it is full."""
+"""Predefined agent hooks: a sliding window of steps, and a summary of the context when it is full."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["sliding_window", "summarize"]
 def sliding_window(steps: int) -> Callable[[Any], None]:
     """Create a `before_turn` hook that shows the model only the first prompt and the last `steps` steps.
 
-    A step is an action with the observation that follows it. Each action after the first is sampled in a new row,
+    A step is an action and the observation that follows it. Each action after the first is sampled in a new row,
     which limits the row length. `TrainConfig(row_credit=)` sets how the rows of a chain share its advantage.
 
     Args:
-        steps: Number of visible steps. With 0, the last observation is appended to the first prompt.
+        steps: Number of steps to show. With 0, only the last observation is appended to the first prompt.
 
     Raises:
         SettingsError: If `steps` is negative.
@@ -52,15 +52,15 @@ def summarize(
     tokens: int = 256,
     rows: int = 8,
 ) -> Callable[[Any], Awaitable[None]]:
-    """Create an `on_context_full` hook that lets the policy summarize the context and continue from the summary.
+    """Create an `on_context_full` hook with which the policy summarizes the context and continues from the summary.
 
     The summary is an action in a new row. It is trained on like other actions and counts towards `max_turns`. Its row
     begins with the first prompt of the chain, the end of the conversation as text, and the instruction. The next row
     begins with the first prompt and the text of the summary; tool calls in the summary do not run.
 
     Args:
-        instruction: Text that asks for the summary.
-        tokens: Number of tokens of the context that are reserved for the summary.
+        instruction: Instruction to write the summary.
+        tokens: Number of tokens of the context length that are reserved for the summary.
         rows: Maximum number of rows per chain. A chain that would need more rows ends with "context_full".
 
     Raises:
@@ -82,7 +82,7 @@ def summarize(
             return
         summary = await chain.sample()
         if summary.kind == "action" and chain.stop in (None, "answered", "turn_tokens", "context_full"):
-            # Only the text of a summary counts: its calls do not run, and it gets no nudge.
+            # Only the text of the summary is used: its calls do not run, and no nudge follows it.
             chain._append(summary, "answered")
             said = [i for i in summary.ids if i not in chat.stop_ids]
             chain.compact(summary.messages[0]["content"] or chat.text(said))

@@ -18,7 +18,7 @@ from agentfly_kit.types import Task, Turn
 
 @dataclass(frozen=True)
 class ChainKey:
-    """Identity of a chain within a run, from which the seeds of the chain are derived.
+    """Identity of a chain within a run, from which its seeds are derived.
 
     Attributes:
         purpose: What the rollout is used for, such as "train" or "evaluate"; "chain" for an interactive chain.
@@ -40,7 +40,7 @@ class ChainKey:
 
     @property
     def position(self) -> tuple[int, tuple[int, ...]]:
-        """Sort key within the group: the index of the chain, then the numbers of its successive forks."""
+        """Key for sorting within the group: the index of the chain, then the numbers of its successive forks."""
         return self.chain, tuple(int(number) for number in self.fork.split(".")[1:])
 
     def seed(self, run_seed: int, task: str, turn: int, attempt: int = 0) -> int:
@@ -49,7 +49,7 @@ class ChainKey:
         return seeds.derive(run_seed, *parts, *([attempt] if attempt else []))
 
 
-# Callback for progress events with arguments (trajectory, kind, phase, state, turn, detail, call); see `RolloutEvent`.
+# Callback for progress events with the arguments of `Progress.report`.
 Report = Callable[..., None]
 
 
@@ -59,16 +59,16 @@ async def _open() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ChainHooks:
-    """Callbacks and budgets through which a rollout controls a chain. The defaults are for interactive chains.
+    """Callbacks and budgets through which a rollout controls a chain. The defaults suit interactive chains.
 
     Attributes:
         report: Called with the fields of every progress event; see `RolloutEvent`.
         gate: Awaited before each action and before its tool calls. Blocks while the rollout is paused.
-        spawn: Forks the chain as often as the hook `after_observation` requests; None for a chain outside a rollout.
+        spawn: Creates the number of forks that the hook `after_observation` requests; None outside a rollout.
         branch: Awaited with each action that follows an observation, before its tool calls run; None in a rollout
             without `branch`.
-        usages: Usage of the budgets that the chain shares with others.
-        run: Name of the rollout. A pool serves the waiting requests of different rollouts in turn.
+        usages: Usage of the budgets that the chain shares with other chains.
+        run: Name of the rollout. A pool serves waiting requests of different rollouts in turn.
     """
 
     report: Report = lambda *_, **__: None
@@ -81,7 +81,7 @@ class ChainHooks:
 
 @dataclass(frozen=True, repr=False)
 class RolloutEvent(Displayable):
-    """Start or end of a chain or of a step of a chain. Every "start" has an "end", even after cancellation.
+    """Start or end of a chain, or of one of its steps. Every "start" is followed by an "end", even after cancellation.
 
     The events of one chain are nested. The first and the last event have the kind "chain".
 
@@ -91,12 +91,12 @@ class RolloutEvent(Displayable):
         phase: "start" or "end".
         trajectory: Id of the chain.
         task: Id of the task.
-        turn: Index of the action; for kinds "chain" and "reward", the number of actions so far.
+        turn: Index of the action; for the kinds "chain" and "reward", the number of actions so far.
         state: State of the chain after the event: waiting, sampling, tool, scoring, done, failed or cancelled.
         time: Seconds since the start of the rollout.
         detail: Text of the action, name of the tool, reward, stop reason or error message, depending on the event.
         call: Id of the tool call, for events of kind "tool". The calls of one action run concurrently.
-        result: Trajectory in the last event of a chain, even if the chain was cancelled; None in other events.
+        result: Trajectory of the chain in its last event, even if the chain was cancelled; None in other events.
     """
 
     sequence: int
@@ -113,7 +113,7 @@ class RolloutEvent(Displayable):
 
 
 class ChainState(NamedTuple):
-    """State of one chain of a rollout.
+    """State of one chain in a rollout.
 
     Attributes:
         trajectory: Id of the trajectory.
@@ -138,7 +138,7 @@ class ChainState(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class RolloutSnapshot(Displayable):
-    """State of a rollout at one moment.
+    """State of a rollout at one point in time.
 
     Attributes:
         state: not started, running, paused, stopping, done, stopped, interrupted or failed.
@@ -151,7 +151,7 @@ class RolloutSnapshot(Displayable):
     chains: tuple[ChainState, ...] = field(repr=False)
 
     def count(self, *states: str) -> int:
-        """Return the number of chains whose state is one of `states`."""
+        """Return the number of chains in any of the given states."""
         return sum(1 for chain in self.chains if chain.state in states)
 
 
@@ -199,7 +199,7 @@ class Progress:
         `seconds` is the time of the event since the start of the rollout; by default the current time.
         """
         before = self._states.get(trajectory)
-        if before is None:  # a fork that a hook created and runs itself
+        if before is None:  # a fork that was created and is run by a hook
             return
         seconds = self.seconds if seconds is None else seconds
         self._states[trajectory] = self._next_state(before, kind, phase, state, turn, detail, seconds)
@@ -211,7 +211,7 @@ class Progress:
     def _next_state(
         self, before: ChainState, kind: str, phase: str, state: str, turn: int, detail: str, seconds: float
     ) -> ChainState:
-        """Return the state of a chain after an event. The state "tool" lasts until all concurrent calls have ended."""
+        """Return the state of a chain after an event. It stays "tool" until all concurrent calls have ended."""
         if kind == "tool":
             self._running_calls[before.trajectory] += 1 if phase == "start" else -1
             running = self._running_calls[before.trajectory]
@@ -225,7 +225,7 @@ class Progress:
     def chain_state(
         self, key: ChainKey, done: Mapping[str, Trajectory], not_run: Mapping[str, str], waiting: set[str]
     ) -> ChainState:
-        """Return the current state of a chain. `waiting` holds the ids of the chains that wait for a sandbox."""
+        """Return the current state of a chain. `waiting` contains the ids of chains that are waiting for a sandbox."""
         state = self._states[key.id]
         if key.id in not_run:
             state = state._replace(state="cancelled", detail=not_run[key.id])

@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """Arguments of `Agent.rollout`. With them, another process can run any group of the rollout.
+    """Arguments of `Agent.rollout`, from which another process can run any group of the rollout.
 
-    `share` is (i, n): the request includes the tasks i, i + n, i + 2n and so on.
+    With `share` = (i, n), the request covers the tasks i, i + n, i + 2n and so on.
     """
 
     tasks: Sequence[Task]
@@ -47,7 +47,7 @@ class RolloutRequest:
 
     @property
     def group_ids(self) -> list[str]:
-        """Id of the group of each task. A repeated task has several groups, with different seeds."""
+        """Group id for each task. A task that occurs repeatedly has several groups with different seeds."""
         seen: dict[str, int] = {}
         ids = []
         for task in self.tasks:
@@ -66,7 +66,7 @@ class RolloutRequest:
         ]
 
     def groups_at_once(self, agent: AgentSettings) -> int:
-        """Return how many groups may run concurrently in one process."""
+        """Return the number of groups that may run concurrently in one process."""
         if self.branch is not None:
             return self.branch.groups_at_once(agent, self.group_size, self.max_concurrency)
         slots = getattr(agent.engine, "slots", self.max_concurrency)
@@ -97,18 +97,18 @@ class RolloutRequest:
             self.branch.groups_at_once(agent, self.group_size, self.max_concurrency)  # checks the agent
         agent.check_tasks(self.tasks)
         if agent.exact and not is_long(agent.opening(self.tasks[0])):
-            # Render the first prompt here, so that a template that rejects every task raises an error. If it rejects
+            # Render the first prompt here, so that an error is raised if the template rejects every task. If it rejects
             # only a later task, the error is recorded in the trajectories of that task.
             agent.chat.prompt(agent.opening(self.tasks[0]), agent.tools.schemas)
 
 
 @dataclass(frozen=True)
 class GroupResult:
-    """Result of a group that a worker has run.
+    """Result of a group that was run by a worker.
 
     Attributes:
         keys: Key of every chain, including forks, in order.
-        rollout: The chains.
+        rollout: The finished chains.
         events: Events of the chains, with times relative to the start of the group.
     """
 

@@ -32,7 +32,7 @@ Pair: TypeAlias = tuple[Trajectory, Trajectory]
 
 @dataclass(frozen=True)
 class Rollout(Displayable):
-    """Finished chains, grouped by task in the order of the tasks.
+    """Finished chains, grouped by task, in the order of the tasks.
 
     `rollout.save(path)` writes a file that `Rollout.load(path)` reads. `Run.rollout(step)` loads a rollout
     that was saved during training with `TrainConfig(save_rollouts=True)`.
@@ -103,11 +103,11 @@ class Rollout(Displayable):
         return dataclasses.replace(self, groups=tuple(groups)) if why else self
 
     def summary(self) -> dict[str, float]:
-        """Return the mean success and reward of the scored trajectories, and statistics of all trajectories.
+        """Return the mean success and reward of the scored trajectories, and statistics over all trajectories.
 
         `reward_max` is included only if `success_hint` is not None. `calls` is the mean number of tool calls per chain.
-        If chains were forked, `forks` is the number of forks, and `executed` is the total number of tool calls, where a
-        call shared by several chains counts once.
+        If chains were forked, `forks` is the number of forks, and `executed` is the total number of tool calls,
+        counting a call shared by several chains once.
         """
         ts = self.trajectories
         scored = [t for t in ts if t.reward is not None]
@@ -151,7 +151,7 @@ class Rollout(Displayable):
 
     @property
     def unscored_reason(self) -> str | None:
-        """Text that states how many chains are unscored and the most common reason; None if all are scored."""
+        """Number of unscored chains with the most common reason, as text; None if all are scored."""
         reasons = Counter(
             str(t.error).splitlines()[0] if t.error else t.stop if t.stop in UNSCORED_STOPS else "no reward"
             for t in self
@@ -163,9 +163,9 @@ class Rollout(Displayable):
         return f"{reasons.total()} unscored ({'most often ' if len(reasons) > 1 else ''}{reason})"
 
     def to_frame(self, kind: Literal["trajectories", "turns", "tokens"] = "trajectories") -> pd.DataFrame:
-        """Return a data frame with one record per trajectory, turn or token. Missing numbers are NaN, never 0.
+        """Return a data frame with one row per trajectory, turn or token. Missing numbers are NaN, never 0.
 
-        Column "row" is the index in `trajectory.rows`, and "position" is the index of a token in that row.
+        The column "row" is an index into `trajectory.rows`, and "position" is the index of a token in that row.
 
         Args:
             kind: "trajectories", "turns" or "tokens".
@@ -213,9 +213,9 @@ class Rollout(Displayable):
         return dataclasses.replace(self, groups=tuple(groups))
 
     def sum_turn_rewards(self) -> Rollout:
-        """Return a copy in which the rewards of turns are added to the reward of their chain, for outcome estimators.
+        """Return a copy in which turn rewards are added to the reward of their chain, for outcome estimators.
 
-        Which chains succeed does not change. See `TrainConfig(sum_turn_rewards=)`.
+        The success of each chain is unchanged. See `TrainConfig(sum_turn_rewards=)`.
         """
 
         def summed(t: Trajectory) -> Trajectory:
@@ -231,7 +231,7 @@ class Rollout(Displayable):
         return dataclasses.replace(self, groups=tuple(groups))
 
     def diff(self, other: Rollout) -> RolloutDiff:
-        """Compare with a later rollout of the same tasks, chain by chain."""
+        """Compare this rollout with a later rollout of the same tasks, chain by chain."""
         mine, theirs = self._by_chain(), other._by_chain()
         both = [key for key in mine if key in theirs]
         if not both:
@@ -239,7 +239,7 @@ class Rollout(Displayable):
         return RolloutDiff(tuple((mine[key], theirs[key]) for key in both))
 
     def _by_chain(self) -> dict[tuple[str, int, str], Trajectory]:
-        """Return the trajectories keyed by task id, occurrence number of the task, and chain id within the group."""
+        """Return the trajectories keyed by task id, occurrence of the task, and chain id within the group."""
         seen: Counter[str] = Counter()
         out: dict[tuple[str, int, str], Trajectory] = {}
         for group in self.groups:
@@ -254,14 +254,14 @@ class Rollout(Displayable):
         restores, and arrays, which it returns as lists. A time zone becomes its offset.
 
         Raises:
-            RunError: If a task has other values, or the file cannot be written.
+            RunError: If a task contains values of other types, or the file cannot be written.
         """
         rollout_io.write(Path(path), self.trajectories, self.seconds, self.not_run, self.forks_refused)
         return Path(path)
 
     @classmethod
     def load(cls, path: str | Path) -> Rollout:
-        """Read a file written by `save`."""
+        """Load a rollout from a file written by `save`."""
         return cls.from_trajectories(*rollout_io.read(Path(path)))
 
     def __repr__(self) -> str:
@@ -370,7 +370,7 @@ class RolloutDiff(Displayable):
 
     @cached_property
     def p_value(self) -> float:
-        """Two-sided p value of the hypothesis that the success rates of the two rollouts differ only by chance.
+        """Two-sided p-value for the null hypothesis that both rollouts have the same success rate.
 
         The test is exact. With one chain per task, it is McNemar's test. Otherwise, it is a sign-flip test on the
         differences per task, because chains of one task are not independent.

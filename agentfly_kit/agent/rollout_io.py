@@ -1,4 +1,4 @@
-"""Reading and writing of rollouts as JSONL files: a header, followed by one trajectory per line.
+"""Reading and writing rollouts as JSONL files: a header, followed by one trajectory per line.
 
 Only fields that differ from their defaults are written. The text of each token id is written once, in the header.
 """
@@ -25,12 +25,12 @@ from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Failure, Task, ToolCall, ToolResult, Turn
 
 _FORMAT = "agentfly_kit.rollout"
-# Highest format version. Version 3 is written if tasks have values that JSON lacks, version 2 if a trajectory has
-# several rows, and otherwise version 1.
+# Highest format version. Version 3 is written if tasks contain values that JSON cannot represent, version 2 if a
+# trajectory has several rows, and otherwise version 1.
 _VERSION = 3
-# Key of the type's name in the JSON object of such a value, whose other key is "value".
+# Key of the type name in the JSON object that represents such a value. The other key is "value".
 _TYPE = "$type"
-# Functions that convert such values to JSON and back, by the name of their type.
+# Functions that convert such values to JSON and back, keyed by type name.
 _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (list, tuple),
     "set": (lambda values: sorted(values, key=repr), set),
@@ -49,7 +49,7 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 _SCALARS = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, bytes, Decimal, UUID)
 _NAMES = {kind: kind.__name__ for kind in (tuple, set, frozenset, *_SCALARS)} | {type(Path()): "Path"}
-# Records in a file, and the fields of each that are not written or that `_trajectory_to_json` adds.
+# Record types in a file, with the fields of each that are either not written or added by `_trajectory_to_json`.
 _LEFT_OUT: dict[type, tuple[str, ...]] = {
     Trajectory: ("task", "sampling"),
     Turn: ("parent", "token_texts"),
@@ -71,7 +71,7 @@ def _json_fallback(value: Any) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    """Return a value with all parts that JSON lacks converted to JSON objects, from which `_decode` restores them."""
+    """Convert parts that JSON cannot represent to JSON objects, from which `_decode` restores them."""
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and _TYPE not in value:
             return {key: _encode(part) for key, part in value.items()}
@@ -88,7 +88,7 @@ def _encode(value: Any) -> Any:
 
 
 def _decode(value: Any) -> Any:
-    """Return the value that `_encode` converted."""
+    """Restore a value that was converted by `_encode`."""
     if isinstance(value, list):
         return [_decode(part) for part in value]
     if not isinstance(value, dict):
@@ -102,7 +102,7 @@ def dump_json(value: Any, where: str) -> str:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_json_fallback, allow_nan=False)
         try:
             text.encode()
-        except UnicodeEncodeError:  # lone surrogates can only be written as escapes
+        except UnicodeEncodeError:  # lone surrogates can be written only as escape sequences
             text = json.dumps(value, separators=(",", ":"), default=_json_fallback, allow_nan=False)
         return text
     except (TypeError, ValueError, RecursionError) as error:
@@ -118,7 +118,7 @@ def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
 
 
 def _record_to_json(record: Any) -> dict[str, Any]:
-    """Return the fields of a record that differ from their defaults. `json.dumps` converts the records in them."""
+    """Return the fields of a record that differ from their defaults. Nested records are converted by `json.dumps`."""
     kind: Any = type(record)
     values = (
         (name, getattr(record, name), default) for name, default in _defaults(kind) if name not in _LEFT_OUT[kind]
@@ -133,7 +133,7 @@ def _record_to_json(record: Any) -> dict[str, Any]:
 
 
 def _trajectory_to_json(t: Trajectory) -> dict[str, Any]:
-    # Write all settings of `sampling`, because the defaults may change.
+    # Write all settings in `sampling`, because the defaults may change.
     return _record_to_json(t) | {"task": t.task, "chain": t.chain, "seed": t.seed, "sampling": vars(t.sampling)}
 
 
@@ -173,7 +173,7 @@ def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str]) -> 
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Any]:
-    """Open a temporary text file that replaces `path` when closed. On failure, raise RunError and keep the old file."""
+    """Open a temporary text file that replaces `path` at the end. On failure, raise RunError and keep the old file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

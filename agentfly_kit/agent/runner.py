@@ -1,4 +1,4 @@
-"""`RolloutHandle`: runs many chains concurrently, and can be paused and stopped."""
+"""`RolloutHandle`: runs many chains concurrently and can pause or stop them."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ _FORK_RETRY_SECONDS = 0.05  # interval between attempts to fork a chain while no
 
 
 class RolloutHandle(Handle[Rollout], Displayable):
-    """Handle of a rollout. Await it to get the `Rollout`, or use `async for` to get trajectories as they finish.
+    """Handle for a rollout. Await it to get the `Rollout`, or use `async for` to get trajectories as they finish.
 
     The rollout starts when its handle is awaited or iterated. Up to `max_concurrency` chains run concurrently. The
     `Rollout` keeps the order of the tasks. See `Agent.rollout` for the arguments.
 
     Attributes:
         partial: The chains that have finished so far, as a `Rollout`.
-        total: Number of chains, including forks made so far. With `branch`, the number of leaves of all trees.
+        total: Number of chains, including the forks so far. With `branch`, the number of chains in all complete groups.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._run_usage = None if request.budget is None else BudgetUsage(request.budget, "run")
         limit = request.group_budget
         self._group_usages = {} if limit is None else {k.group: BudgetUsage(limit, "group") for _, k in self._planned}
-        # Task and key of each chain that has not started, and the chain itself if it is a fork.
+        # Task and key of each chain that has not started, with the chain itself if it is a fork.
         self._queue: deque[tuple[Task, ChainKey, Chain | None]] = deque()
-        # With `branch`, the task and first key of each group that has not begun, and the other groups by id.
+        # With `branch`: task and first key of each group that has not begun, and all other groups keyed by id.
         self._unbegun = deque([(t, key) for t, key in self._planned if key.chain == 0] if request.branch else [])
         self._num_free = request.groups_at_once(agent)  # number of further groups that may begin now
         self._branching: dict[str, BranchGroup] = {}
         self._forks_refused = 0
-        # `_running` holds the chains in progress, and `_forking` those that are waiting for sandboxes for their forks.
+        # `_running` contains the chains in progress, and `_forking` those that are waiting for sandboxes to fork.
         self._running: set[Any] = set()
         self._forking: set[Any] = set()
         self._workers: list[asyncio.Task[None]] = []
@@ -100,7 +100,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         return Rollout.from_trajectories(done, self._progress.seconds, not_run, self._forks_refused)
 
     def snapshot(self) -> RolloutSnapshot:
-        """Return the current state of every chain. This is cheap enough to call several times per second."""
+        """Return the current state of every chain. Cheap enough to be called several times per second."""
         waiting = {owner for pool in self.agent.pools if hasattr(pool, "snapshot") for owner in pool.snapshot().waiters}
         chains = [self._progress.chain_state(key, self._done, self._not_run, waiting) for _, key in self._planned]
         return RolloutSnapshot(self._state(), self._progress.seconds, tuple(chains))
@@ -119,7 +119,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         return self._progress.listeners.subscribe(callback)
 
     def pause(self) -> None:
-        """Pause every chain before its next action or tool call. Running actions and calls are completed."""
+        """Pause every chain before its next action or tool call. Actions and calls in progress are completed."""
         self._unpaused.clear()
 
     def resume(self) -> None:
@@ -217,7 +217,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
     # --- running ---
 
     async def _run(self) -> Rollout:
-        # A rollout that a tool makes does not run in the threads of that tool's sandboxes.
+        # If a tool starts this rollout, it must not run in the threads of that tool's sandboxes.
         with relaxed_gc(), threads.using():
             await self._run_chains()
         if self.agent.group_reward is not None and self._remote is None:  # remote workers have already added it
@@ -270,8 +270,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
 
     def _add_worker(self) -> None:
         """Start another asyncio task if chains are queued and the limits on concurrency allow it."""
-        # If more chains ran than the engine has slots, they would evict each other's KV cache, which is slower and
-        # changes the last bits of the logprobs.
+        # With more running chains than slots in the engine, chains would evict each other's KV cache, which is slower
+        # and changes the last bits of the logprobs.
         slots = getattr(self.agent.engine, "slots", self._request.max_concurrency)
         if self._queue and self._running_workers < min(self._request.max_concurrency, slots):
             self._running_workers += 1
@@ -293,7 +293,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._running_workers -= 1
 
     async def _run_chain(self, task: Task, key: ChainKey, fork: Chain | None) -> None:
-        """Run a chain, or record the stop reason of the budget that prevents it from starting."""
+        """Run a chain, or record the stop reason if a budget prevents it from starting."""
         usages = tuple(u for u in (self._group_usages.get(key.group), self._run_usage) if u is not None)
         for usage in usages:
             usage.start()
@@ -345,7 +345,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._forking.discard(chain)
 
     def _can_release(self, chain: Chain) -> bool:
-        """Return whether a sandbox of a class that `chain` uses can become free while `chain` waits."""
+        """Return True if a sandbox of a class that `chain` uses can become free while `chain` waits."""
         snapshots = {pool.sandbox_type: pool.snapshot() for pool in chain.context.pools}
         used = [snapshots[sandbox_type] for sandbox_type in chain.context.held]
         waiting = {owner for snapshot in snapshots.values() for owner in snapshot.waiters}
@@ -374,7 +374,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
             warn_or_log(f"the chain {chain.id!r} was not forked: {error}")
 
     def _add_chain(self, task: Task, key: ChainKey, fork: Chain | None = None) -> None:
-        """Queue a fork or an additional chain, and list it at its position in the group."""
+        """Queue a fork or an additional chain, and insert it at its position in the group."""
         before = [i for i, (_, k) in enumerate(self._planned) if k.group == key.group and k.position < key.position]
         self._planned.insert(before[-1] + 1, (task, key))
         self._progress.add(key, task)
@@ -384,7 +384,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
     # --- branching ---
 
     def _begin_groups(self) -> None:
-        """Begin as many groups as can run all of their chains concurrently, which `BranchGroup` requires."""
+        """Begin as many groups as possible such that all their chains run concurrently, as `BranchGroup` requires."""
         from agentfly_kit.agent.branching import BranchGroup
 
         while self._unbegun and self._num_free:
@@ -419,7 +419,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._begin_groups()
 
     def _failed_trajectory(self, task: Task, key: ChainKey, error: Exception) -> Trajectory:
-        """Report a chain that could not be created, and return its trajectory, which has no turns."""
+        """Report a chain that could not be created, and return a trajectory without turns."""
         self._progress.report(key.id, "chain", "start", "waiting", 0)
         failure = Failure.from_exception("chat", error)
         trajectory = Trajectory(key.id, task, key.group, key.chain, (), "error", error=failure)
@@ -431,7 +431,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._notify_readers(trajectory)
 
     def _add_group(self, task: Task, result: GroupResult) -> None:
-        """Add the chains and events of a group that a worker has run."""
+        """Add the chains and events of a group that was run by a worker."""
         group = result.keys[0].group
         places = [i for i, (_, key) in enumerate(self._planned) if key.group == group]
         self._planned[places[0] : places[-1] + 1] = [(task, key) for key in result.keys]

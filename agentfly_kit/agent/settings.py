@@ -21,7 +21,7 @@ from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.trajectories import Group, Trajectory
 from agentfly_kit.types import Message, Task
 
-# Names of the arguments that each hook receives.
+# Arguments that each hook receives.
 _HOOKS = {
     "before_chain": ("chain",),
     "before_turn": ("chain",),
@@ -32,7 +32,7 @@ _HOOKS = {
     "watch": ("rollout",),
 }
 
-# See `check_settings`.
+# Conditions in the form that `check_settings` expects.
 _LIMITS = {
     "max_turns": "of at least 1",
     "max_tokens": "of at least 1",
@@ -43,7 +43,7 @@ _LIMITS = {
     "max_concurrent_requests": "of at least 1",
 }
 
-# Settings of the built-in agent loop, which must not be given with a harness because it replaces this loop.
+# Settings of the built-in agent loop, which cannot be combined with a harness, because it replaces the loop.
 _WITHOUT_HARNESS = (
     "tools", "system", "max_tool_calls", "nudge", "before_chain", "before_turn", "after_observation", "on_context_full",
 )  # fmt: skip
@@ -59,13 +59,13 @@ class AgentSettings(Displayable):
         engine: Engine that samples the actions.
         chat: `Chat` that converts between messages and token ids of the model.
         tools: Tools or plain functions; stored as a `ToolSet`.
-        reward: A reward, a list of rewards (combined as their weighted sum), or None to leave chains unscored. Stored
-            as a `RewardSet`.
+        reward: A reward, a list of rewards, whose weighted sum is used, or None to leave chains unscored. Stored as a
+            `RewardSet`.
         success: Rule that decides whether a scored chain succeeds. A number is the minimum reward. A string is the name
             of a metric (a reward, or a number that a reward returns) that must be at least 1; a chain without this
             metric becomes unscored. A function receives the scored `Trajectory` and returns a bool. The result is
-            recorded as the metric "success". With None, a chain succeeds if a reward returned the metric "success" and
-            it is not 0. Without this metric, the chain succeeds if the reward is at least 1.
+            recorded as the metric "success". With None, a chain succeeds if a reward returned a nonzero metric
+            "success" or, if there is no such metric, if the reward is at least 1.
         system: System message placed before the messages of each task, or None.
         max_turns: Maximum number of actions per chain.
         max_tokens: Maximum number of sampled tokens per chain, or None for no limit. `Sampling.max_tokens` limits one
@@ -75,14 +75,14 @@ class AgentSettings(Displayable):
         max_invalid_calls: A chain ends after this many consecutive actions with only malformed or unknown calls.
         nudge: User message that is appended after a sampled action without a tool call, such as "Call a tool.", so that
             the chain continues. With None, the chain ends with "answered".
-        max_nudges: Maximum number of nudges per chain, after which an action without a tool call is the answer.
-        show_exceptions: Whether the model sees the text of every exception that a tool raises. By default, it sees the
-            text only of a `ToolError`, because other exceptions may contain the answer.
+        max_nudges: Maximum number of nudges per chain. After that, an action without a tool call is the answer.
+        show_exceptions: Whether the model sees the message of every exception that a tool raises. By default, it sees
+            only the message of a `ToolError`, because other exceptions may contain the answer.
         timeout: Time limit per chain in seconds, including waiting times, or None for no limit.
         sampling: Sampling settings of each action.
         pools: A pool or a list of pools, from which tools and rewards get their sandboxes.
-        max_concurrent_requests: Maximum number of concurrent engine requests over all chains of this agent, or None for
-            no limit.
+        max_concurrent_requests: Maximum number of concurrent engine requests across all chains of this agent, or None
+            for no limit.
         seed: Seed from which the seeds of all chains are derived.
         name: Author recorded for sampled turns.
         before_chain: Called with the chain before its first action, even if the chain is stepped interactively. Returns
@@ -132,9 +132,9 @@ class AgentSettings(Displayable):
     group_reward: Callable[[Group], Any] | None = None
     watch: Callable[[Any], Any] | None = None
     harness: Any = None
-    # The semaphores of `max_concurrent_requests`, by event loop. A copy made by dataclasses.replace shares them.
+    # Semaphores for `max_concurrent_requests`, keyed by event loop. A copy made by dataclasses.replace shares them.
     _semaphores: dict[Any, asyncio.Semaphore] = field(default_factory=dict, repr=False)
-    # Holds the handle of the most recently started rollout, once there is one.
+    # Contains the handle of the most recently started rollout, if there is one.
     _last_handle: list[Any] = field(default_factory=list, repr=False)
     # Keys of the warnings that have been issued, such as the name of a redefined tool.
     _warned: list[str] = field(default_factory=list, repr=False)
@@ -150,13 +150,13 @@ class AgentSettings(Displayable):
             raise SettingsError(f"nudge must be a non-empty string or None, got {self.nudge!r}")
         if self.nudge is None and self.max_nudges != 1:
             raise SettingsError(f"max_nudges has an effect only with nudge, got {self.max_nudges}")
-        # Functions are checked here, because a wrong signature would otherwise fail in the first chain that calls them.
+        # Check signatures here, because a wrong one would otherwise fail only in the first chain that calls the hook.
         for name, parameters in _HOOKS.items():
             if (hook := getattr(self, name)) is not None:
                 check_accepts(name, hook, *parameters)
         check_success_rule(self.success)
-        # Convert arguments of several forms. The server of a text-only engine parses tool calls, so the template need
-        # not support them.
+        # Normalize arguments that accept several forms. With a text-only engine, the server parses tool calls, so the
+        # template need not support them.
         tools = self.tools if isinstance(self.tools, ToolSet) else ToolSet(self.tools)
         if tools.names and self.exact:
             self.chat.require_tools()
@@ -169,7 +169,7 @@ class AgentSettings(Displayable):
             for name, value in values.items():
                 if value is not None:
                     raise SettingsError(f"{name} must not be given with harness, which has its own loop")
-        # A chain leases a sandbox at the first use, so a missing pool would be noticed late.
+        # Check pools here, because a chain leases a sandbox only at its first use and would fail late.
         pools = (self.pools,) if hasattr(self.pools, "acquire") else tuple(self.pools)
         required = (*tools.sandbox_types, *reward.sandbox_types, *(harness.sandbox_types if harness else ()))
         for sandbox_type in required:
@@ -188,17 +188,17 @@ class AgentSettings(Displayable):
         return self.engine.tokens == "exact"
 
     def _request_slot(self) -> AbstractAsyncContextManager[Any]:
-        """Return a context manager that waits until fewer than `max_concurrent_requests` requests run."""
+        """Return a context manager that limits the number of concurrent requests to `max_concurrent_requests`."""
         if (limit := self.max_concurrent_requests) is None:
             return nullcontext()
         return self._semaphores.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(limit))
 
     def opening(self, task: Task) -> tuple[Message, ...]:
-        """Return the messages that start each chain of a task: the system message, if any, then the task's messages."""
+        """Return the initial messages of each chain of a task: the system message, if any, and the task's messages."""
         return task.messages if self.system is None else ({"role": "system", "content": self.system}, *task.messages)
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
-        """Raise TaskError if a task lacks a required field, and warn once about each redefined tool or reward."""
+        """Raise TaskError if a task lacks a required field. Warn once about each tool or reward that was redefined."""
         self.tools.check(tasks)
         self.reward.check(tasks)
         if self.harness is not None:

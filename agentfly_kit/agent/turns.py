@@ -1,4 +1,4 @@
-"""Creation of turns: parsing of actions, and encoding of prompts and observations."""
+"""Functions that create turns: they parse actions and encode prompts and observations."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from agentfly_kit.chat.formats import Parsed
 from agentfly_kit.samples import Sample, Sampling
 from agentfly_kit.types import Alternatives, Message, ToolCall, Turn, normalize_messages
 
-# Number of characters above which messages are encoded in a thread; on the event loop, they would delay other chains.
+# Messages with more characters are encoded in a thread, because on the event loop they would delay other chains.
 _LONG = 50_000
 
 
 async def encode_long(messages: Iterable[Mapping[str, Any]], encode: Callable[[], Any]) -> None:
-    """Call `encode` in a thread if the messages are long. The chat keeps the result for the caller's own call.
+    """Call `encode` in a thread if the messages are long. The chat caches the result for the caller's own call.
 
     Exceptions are discarded, because the caller's call raises them again. If this call is cancelled, the thread
     continues, but nothing waits for it.
@@ -39,7 +39,7 @@ def token_fields(agent: AgentSettings, ids: Sequence[int]) -> dict[str, Any]:
 
 
 def text_fields(agent: AgentSettings, messages: Sequence[Message]) -> dict[str, Any]:
-    """Return the fields `ids`, `text` and `token_texts` of a turn whose token ids are unknown or not added yet."""
+    """Return the fields `ids`, `text` and `token_texts` of a turn whose token ids are unknown or added later."""
     text = "\n".join(message["content"] for message in messages)
     return {"ids": () if agent.exact else None, "text": text, "token_texts": None}
 
@@ -60,7 +60,7 @@ def action_turn(
     tools: Sequence[dict[str, Any]],
     author: str,
 ) -> Turn:
-    """Return the turn of a sampled action, with the unchanged token ids from the engine.
+    """Return the turn for a sampled action, with the token ids exactly as the engine returned them.
 
     The turn is trained on (`sampled=True`) if and only if a policy sampled its tokens and the engine reported their
     logprobs. Apart from `integrations/captured.py`, which imports recorded token ids, no other function creates turns
@@ -69,7 +69,7 @@ def action_turn(
     Args:
         agent: the agent of the chain.
         parent: the turn before the action.
-        sample: the sample of the engine.
+        sample: the sample that the engine returned.
         sampling: the settings with which it was sampled.
         seed: the seed with which it was sampled.
         tools: JSON schemas of the tools in the prompt.
@@ -133,12 +133,12 @@ def parse_action(
     text: str | None = None,
     stops: Sequence[str] = (),
 ) -> tuple[Message, tuple[ToolCall, ...]]:
-    """Parse an action, and return its assistant message and its tool calls.
+    """Parse an action and return its assistant message and its tool calls.
 
-    `forced` holds the token ids of the forced beginning of the action, which is parsed together with `ids`, or with
-    `text` if the engine returned no ids. If one of the strings `stops` ended the action, the message excludes it.
+    `forced` contains the token ids of the forced beginning of the action, which is parsed together with `ids`, or with
+    `text` if the engine returned no ids. If one of the strings in `stops` ended the action, the message excludes it.
     """
-    # `chat.read` adds the thinking tag if the prompt ends with one, which is unknown for a text-only engine.
+    # `chat.read` adds the thinking tag if the prompt ends with one. For a text-only engine, the prompt is unknown.
     read = chat.format.parse if ids is None else chat.read
     beginning = chat.text(forced)
     full_text = beginning + (text or "") if ids is None else chat.text((*forced, *ids))
@@ -162,7 +162,7 @@ def assistant_message(parsed: Parsed) -> tuple[Message, tuple[ToolCall, ...]]:
         message["thinking"] = parsed.thinking
     calls = parsed.calls
     if parsed.unclosed:
-        # The model receives the error as the result of the call, unless the turn was truncated, which ends the chain.
+        # The model receives the error as the result of the call, unless the action was truncated and ends the chain.
         broken = ToolCall(f"call-{len(calls)}", "", {}, error=parsed.complaint or "the tool call was not closed")
         calls = (*calls, broken)
     return with_calls(message, calls), calls
@@ -177,7 +177,7 @@ def with_calls(message: Message, calls: Sequence[ToolCall]) -> Message:
 
 
 def forced_beginning(turn: Turn) -> tuple[int, ...]:
-    """Return the forced token ids with which an action after `turn` begins, or () if nothing was forced."""
+    """Return the forced token ids at the beginning of an action after `turn`, or () if nothing was forced."""
     ids: tuple[int, ...] = ()
     before: Turn | None = turn
     while before is not None and before.kind == "forced" and not before.messages:
@@ -218,7 +218,7 @@ def result_message(call: ToolCall) -> Message:
 
 
 def with_exception_text(call: ToolCall) -> ToolCall:
-    """Return a failed call with the exception text as its observation, or unchanged if the host caused the failure."""
+    """Return a failed call with the exception message as its observation. Failures of the host are left unchanged."""
     result = call.result
     if result is None or result.error is None or result.error.host:
         return call
@@ -234,7 +234,7 @@ def observation_turn(
     calls: Sequence[ToolCall] = (),
     **fields: Any,
 ) -> Turn:
-    """Return an observation turn with parent `before` and without token ids; `encode_observation` adds the ids."""
+    """Return an observation that follows `before`, without token ids, which `encode_observation` adds."""
     return Turn(
         kind="observation",
         author=author,
@@ -249,7 +249,7 @@ def observation_turn(
 
 
 def encode_observation(agent: AgentSettings, turn: Turn) -> tuple[Turn, Turn]:
-    """Add token ids to an observation. Return the observation and the turn from which the chain continues.
+    """Add token ids to an observation. Return the observation and the turn after which the chain continues.
 
     The chain usually continues from the observation. If re-rendering the history would change earlier token ids, the
     observation gets no ids, and the chain continues from a new row that starts with the re-rendered prompt.
@@ -273,7 +273,7 @@ def encode_observation(agent: AgentSettings, turn: Turn) -> tuple[Turn, Turn]:
 
 
 def with_turn_rewards(turns: Sequence[Turn], rewards: dict[int, float]) -> tuple[Turn, ...]:
-    """Replace the rewards of all actions by `rewards`, keyed by turn index. Observations keep their rewards."""
+    """Replace the rewards of all actions with `rewards`, keyed by turn index. Observations keep their rewards."""
     out: list[Turn] = []
     for i, turn in enumerate(turns):
         reward = rewards.get(i) if turn.kind == "action" else turn.reward

@@ -1,1 +1,1 @@
-"""Conversion of trajectories into training tensors: collation, filters, and data per turn."""
+"""Conversion of trajectories to training tensors: collation, filters, and per-turn data."""

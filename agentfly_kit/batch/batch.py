@@ -1,4 +1,4 @@
-"""The batch: rows of trajectories as tensors, and a record of what was excluded from it."""
+"""`Batch`: rows of trajectories as tensors, with a record of the excluded trajectories and rows."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from agentfly_kit.trajectories import Row, Trajectory
 _ROW_FIELDS = ("rewards", "groups", "trajectory_index", "row_index", "temperatures", "lengths", "truncated")
 # Fields of shape (B, T) that `Batch.replace` converts to float32 and sets to NaN where the mask is 0.
 _MASKED_FIELDS = ("advantages", "returns", "values", "token_rewards", "kept_mass", "ref_logprobs")
-# All fields of shape (B, T), with the value that each has on padding.
+# All fields of shape (B, T), with their padding values.
 _PADDING: dict[str, Any] = {"ids": 0, "attention": False, "mask": False, "versions": -1}
 _PADDING |= dict.fromkeys(("logprobs", "entropies", *_MASKED_FIELDS), math.nan)
 
 
 @dataclass(frozen=True, repr=False)
 class Dropped(Displayable):
-    """Record of a trajectory or row that is excluded from the batch, and hence from all loss terms and denominators.
+    """A trajectory or row that is excluded from the batch, and thus from all loss terms and denominators.
 
     Attributes:
         trajectory: Id of the trajectory.
-        reason: Why it is excluded.
+        reason: Reason for the exclusion.
         row: Index of the excluded row; None if all rows are excluded.
-        filtered: True if a filter excluded it, False if it cannot be trained on.
+        filtered: True if a filter excluded it; False if it cannot be trained on.
     """
 
     trajectory: str
@@ -43,7 +43,7 @@ class Dropped(Displayable):
 
 
 def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
-    """Count the trajectories whose rows are all excluded, by reason."""
+    """Return the number of trajectories of which all rows are excluded, keyed by reason."""
     out: dict[str, int] = {}
     for item in dropped:
         if item.row is None:
@@ -58,27 +58,27 @@ class Batch(Displayable):
     Attributes:
         trajectories: The trajectory of each row.
         ids: (B, T) int64 token ids; 0 on padding.
-        attention: (B, T) bool: True where there is a token.
-        mask: (B, T) bool: True at the tokens to train on, which the policy sampled.
+        attention: (B, T) bool: True at tokens, False on padding.
+        mask: (B, T) bool: True at tokens to train on, which were sampled by the policy.
         logprobs: (B, T) float32: logprobs recorded by the sampling engine, in nats; NaN where the mask is 0.
-        entropies: (B, T) float32: entropies recorded by the sampling engine, in nats; NaN where none was recorded.
+        entropies: (B, T) float32: entropies recorded by the sampling engine, in nats; NaN where not recorded.
         advantages: (B, T) float32: advantages; NaN where the mask is 0.
-        token_rewards: (B, T) float32: turn rewards at the last token of the turn that earned them, plus the reward of
-            the trajectory at its last action token; 0 at other action tokens, NaN where the mask is 0.
+        token_rewards: (B, T) float32: turn rewards at the last token of the turn that earned them, plus the trajectory
+            reward at the last action token; 0 at other action tokens, NaN where the mask is 0.
         rewards: (B,) float32: reward of the trajectory, the same in all of its rows.
         groups: (B,) int64: index of the group.
         trajectory_index: (B,) int64: index of the trajectory in the batch.
-        row_index: (B,) int64: index of the row in its trajectory.
+        row_index: (B,) int64: index of the row within its trajectory.
         temperatures: (B,) float32: sampling temperatures.
         versions: (B, T) int64: policy version that sampled the token; -1 where the mask is 0.
         lengths: (B,) int64: number of tokens.
-        truncated: (B,) bool: True for the last row of a trajectory that a limit cut off.
+        truncated: (B,) bool: True for the last row of a trajectory that was cut off by a limit.
         returns: (B, T): targets of the value loss.
         values: (B, T): values that the value head predicted before the update.
         kept_mass: (B, T): probability mass kept by top-p, top-k or min-p; None if none of them was used.
         ref_logprobs: (B, T): logprobs under the reference policy.
-        dropped: Trajectories and rows that were excluded, with reasons.
-        imitation: Whether the batch was created with `collate(imitate=)`. The mask is then True at imitated tokens,
+        dropped: Excluded trajectories and rows, with reasons.
+        imitation: Whether the batch was created with `collate(imitate=)`. If so, the mask is True at imitated tokens,
             which need no logprobs, and `advantages` are their weights.
     """
 
@@ -110,7 +110,7 @@ class Batch(Displayable):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The trajectory rows from which the tensors were created."""
+        """The trajectory row for each batch row."""
         pairs = zip(self.trajectories, self.row_index.tolist(), strict=True)
         return tuple(t.rows[i] for t, i in pairs)
 
@@ -120,12 +120,12 @@ class Batch(Displayable):
         return torch.from_numpy(np.sort(np.unique(self.trajectory_index.numpy(), return_index=True)[1]))
 
     def check(self) -> None:
-        """Check shapes, mask and values of all tensors.
+        """Check the shapes and values of all tensors.
 
-        `ppo_step` calls this, because batches may be modified after `collate`.
+        `ppo_step` calls this method, because batches may be modified after `collate`.
 
         Raises:
-            AlignmentError: If a tensor has the wrong shape or holds invalid values. The message names the tensor.
+            AlignmentError: If a tensor has the wrong shape or contains invalid values. The message names the tensor.
         """
         shape = (len(self), self.ids.shape[1])
         for name in (*_ROW_FIELDS, *_PADDING):
@@ -135,7 +135,7 @@ class Batch(Displayable):
         for name in ("mask", "attention"):
             if getattr(self, name).dtype != torch.bool:
                 raise AlignmentError(f"{name} must be a bool tensor, got {getattr(self, name).dtype}")
-        # Reject values that would make a loss wrong without raising an error.
+        # Reject values that would silently make the loss wrong.
         column = torch.arange(shape[1])
         requirements = [
             ("mask must be False on padding", self.mask & (column >= self.lengths[:, None])),
@@ -162,10 +162,10 @@ class Batch(Displayable):
         Per-token tensors such as advantages are converted to float32 and set to NaN where the mask is 0.
 
         Args:
-            changes: New values by field name.
+            changes: New values, keyed by field name.
 
         Raises:
-            AlignmentError: If a per-token tensor is not of shape (B, T).
+            AlignmentError: If the shape of a per-token tensor is not (B, T).
         """
         mask = changes.get("mask", self.mask)
         for name, value in changes.items():
@@ -175,7 +175,7 @@ class Batch(Displayable):
         return replace(self, **changes)
 
     def select(self, rows: Tensor) -> Batch:
-        """Return a batch of the rows with the given indices, (n,) int64, in this order."""
+        """Return a batch that contains the rows with the given indices, (n,) int64, in this order."""
         tensors = {name: getattr(self, name) for name in (*_ROW_FIELDS, *_PADDING)}
         chosen: dict[str, Any] = {name: x[rows] for name, x in tensors.items() if x is not None}
         return replace(self, trajectories=tuple(self.trajectories[i] for i in rows.tolist()), **chosen)
@@ -186,7 +186,7 @@ class Batch(Displayable):
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """Concatenate batches. Groups and trajectories stay distinct; optional fields are kept if all batches have them."""
+    """Concatenate batches. Groups and trajectories stay distinct. Optional fields are kept if all batches have them."""
     width = max(b.ids.shape[1] for b in batches)
     out: dict[str, Any] = {}
     for name in (*_ROW_FIELDS, *_PADDING):

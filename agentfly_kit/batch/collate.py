@@ -1,4 +1,4 @@
-"""Collation of trajectories into a batch: selection of rows, alignment of tensors, placement of rewards."""
+"""`collate`, which selects rows of trajectories and converts them to the aligned tensors of a batch."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class _TrainedRow:
     token_rewards: npt.NDArray[np.float32]
     trajectory_index: int
     is_last: bool  # whether it is the last row of its trajectory in the batch
-    unit: int  # index of the row's reward in the estimator's input
+    unit: int  # index of the row's reward in the input of the estimator
 
 
 @checks_keywords
@@ -55,42 +55,42 @@ def collate(
     allow_truncated_sampling: bool = False,
     filters: Sequence[Filter] = (),
 ) -> Batch:
-    """Convert a rollout or trajectories to a batch of padded tensors, with one batch row for each trajectory row.
+    """Convert a rollout or trajectories to a batch of padded tensors, with one batch row per trajectory row.
 
     Args:
         rollout: A rollout, a trajectory, or an iterable of trajectories.
         advantages: A function of (rewards, groups), such as `advantages.grpo`, or a tensor. The function is called with
             tensors of shape (N,) for all N trajectories, with NaN for missing rewards, and returns N advantages. A
-            tensor has shape (N,), or (B, T) for the B kept rows. With per="trajectory", both may have shape (N, K) for
-            one advantage per sampled turn, as in `gigpo`; see `turn_data`. None sets all advantages to NaN.
-        per: "trajectory" assigns the advantage of a trajectory to all of its rows. "row", as in verl, passes every row
-            to the function as if it were a separate trajectory with the same reward; N is then the number of rows.
+            tensor has shape (N,), or (B, T) for the B kept rows. With per="trajectory", both may have shape (N, K),
+            with one advantage per sampled turn, as in `gigpo`; see `turn_data`. None sets all advantages to NaN.
+        per: "trajectory" assigns the advantage of a trajectory to all of its rows. "row", as in verl, treats every row
+            as a separate trajectory with the same reward when calling the function; N is then the number of rows.
         authors: Authors whose sampled tokens are trained on. None trains on all sampled tokens. Turn rewards earned by
             other authors are ignored.
         imitate: Authors whose actions are imitated, whether sampled or not; True means all authors. The mask is then 1
             at the tokens of these actions, and `advantages` are weights of at least 0, by default 1. They may not have
             the shape (N, K), because imitated turns need not be sampled. Trajectories without a reward are included
-            unless an error ended them; those of weight 0 are dropped. For rejection sampling, pass
+            unless they ended with an error; those with weight 0 are dropped. For rejection sampling, pass
             advantages=lambda r, g: (r > 0).float(). Train on the batch with `imitation_step`.
-        truncated: How to treat trajectories that a limit cut off. "score" trains on them. "mask" excludes their rows
-            after the advantages have been computed. "penalty" first subtracts `penalty` from their reward. "bootstrap"
-            is the same as "score"; use it with estimators that receive the value of the state at the cut, such as
-            `advantages.gae(bootstrap=)`; see `Policy.bootstrap_values`.
-        penalty: Amount that truncated="penalty" subtracts, in units of reward.
+        truncated: How to treat trajectories that were cut off by a limit. "score" trains on them. "mask" excludes their
+            rows after the advantages have been computed. "penalty" first subtracts `penalty` from their reward.
+            "bootstrap" is the same as "score"; use it with estimators that receive the value of the state at the cut,
+            such as `advantages.gae(bootstrap=)`; see `Policy.bootstrap_values`.
+        penalty: Amount subtracted with truncated="penalty", in units of reward.
         allow_truncated_sampling: Whether to accept rows sampled under top-p, top-k or min-p. By default, they are
             rejected, because their probability ratios would be wrong by a factor equal to the kept probability mass. If
             True, this mass is stored for `PPOConfig(correction=)`.
-        filters: Filters that exclude further trajectories; see `af.filters`. A filtered trajectory is treated as
-            unscored and is not included in any mean.
+        filters: Filters that exclude further trajectories; see `af.filters`. An excluded trajectory is treated as
+            unscored and does not contribute to any mean.
 
     Returns:
         The batch.
 
     Raises:
-        EmptyBatch: If no row is left.
-        BatchError: If a trajectory cannot be used, because its engine returned text without token ids or because of
-            the way in which it was sampled, or if its turns have rewards, but `advantages` is a function that returns
-            one advantage per trajectory.
+        EmptyBatch: If no row remains.
+        BatchError: If a trajectory cannot be used because its engine returned text without token ids or because of
+            the way it was sampled, or if its turns have rewards but `advantages` is a function that returns one
+            advantage per trajectory.
         AlignmentError: If the advantages have the wrong shape, or a weight is negative or not finite.
         SettingsError: If `truncated`, `per` or a filter is invalid.
     """
@@ -148,7 +148,7 @@ def collate(
         remedy = "; to imitate them, use collate(imitate=True)" if "actions written by" in reasons else ""
         raise EmptyBatch(f"none of {len(given)} trajectories can be trained on: {reasons}{remedy}", tuple(dropped))
 
-    # Pad the rows on the right with NumPy, because assigning to tensor slices takes ten times as long.
+    # Pad the rows on the right with NumPy, because assigning to slices of tensors takes ten times as long.
     lengths = torch.tensor([len(r.row) for r in rows])
     shape = (len(rows), int(lengths.max()))
     ids = np.zeros(shape, dtype=np.int64)
@@ -164,7 +164,7 @@ def collate(
         entropies[i, :n] = r.row.entropies
         kept_mass[i, :n] = r.row.kept_mass
         per_token[i, :n] = r.token_rewards
-    # Rows record versions and logprobs of all sampled tokens. Remove those of tokens that are not trained on.
+    # Rows contain versions and logprobs of all sampled tokens. Remove those of tokens that are not trained on.
     versions[~mask] = -1
     logprobs[~mask] = entropies[~mask] = np.nan
     kept_mass = np.where(mask, np.nan_to_num(kept_mass, nan=1.0), np.nan)
@@ -207,7 +207,7 @@ def collate(
 
 
 def refuse_turn_rewards(trajectories: Iterable[Trajectory]) -> None:
-    """Raise BatchError if a turn has a reward other than 0, which an estimator of outcomes would not receive."""
+    """Raise BatchError if a turn has a nonzero reward, which an outcome estimator would ignore."""
     for t in trajectories:
         for i, turn in enumerate(t.turns):
             if turn.reward:
@@ -220,7 +220,7 @@ def refuse_turn_rewards(trajectories: Iterable[Trajectory]) -> None:
 
 
 def _without_zero_weights(batch: Batch) -> Batch:
-    """Check the weights of an imitation batch, and drop rows whose tokens all have weight 0."""
+    """Check the weights of an imitation batch and drop rows in which all weights are 0."""
     batch.check()
     kept = (batch.advantages.nan_to_num() > 0).any(1)
     dropped = tuple(
@@ -240,7 +240,7 @@ def _rewards(trajectories: list[Trajectory]) -> Tensor:
 def _author_names(
     authors: str | Sequence[str] | None, trajectories: list[Trajectory], imitate: bool
 ) -> tuple[str, ...]:
-    """Convert `authors` to a tuple of names, where () stands for all authors."""
+    """Convert `authors` to a tuple of names; () means all authors."""
     if authors is None:
         return ()
     names = (authors,) if isinstance(authors, str) else tuple(authors)
@@ -262,7 +262,7 @@ def _not_sampled(names: tuple[str, ...]) -> str:
 
 
 def _not_imitable_reason(t: Trajectory, masks: list[npt.NDArray[np.bool_]], truncated: TruncationMode) -> str | None:
-    """Return why a trajectory is excluded from an imitation batch, or None if it is kept."""
+    """Return the reason why a trajectory is excluded from an imitation batch, or None if it is kept."""
     if t.stop == "error":
         return f"unscored ({t.error.where if t.error else t.stop})"
     if not any(mask.any() for mask in masks):
@@ -273,7 +273,7 @@ def _not_imitable_reason(t: Trajectory, masks: list[npt.NDArray[np.bool_]], trun
 def _unusable_reason(
     t: Trajectory, names: tuple[str, ...], truncated: TruncationMode, allow_truncated_sampling: bool
 ) -> str | None:
-    """Return why a trajectory is excluded from the batch, or None if it is kept. Arguments are as in `collate`."""
+    """Return the reason why a trajectory is excluded from the batch, or None if it is kept."""
     if t.reward is None:
         ended = t.stop if t.stop in UNSCORED_STOPS else "no reward returned a number"
         return f"unscored ({t.error.where if t.error else ended})"
@@ -299,7 +299,7 @@ def _unusable_reason(
 
 
 def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.float32]]:
-    """Return the token rewards of each row of T tokens, (T,): 0 at tokens without a reward, NaN where the mask is 0.
+    """Return the token rewards (T,) of each row of T tokens: 0 at tokens without reward, NaN where the mask is 0.
 
     The reward of a turn is assigned to the last token of the turn that earned it (`credited_turn`), and is ignored if
     that token is not trained on. The reward of the trajectory is assigned to its last token with mask 1.
@@ -321,7 +321,7 @@ def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[np
 
 
 def _advantages_per_token(batch: Batch, values: Tensor, units: list[int], num_units: int, per: AdvantagePer) -> Tensor:
-    """Expand advantages per trajectory, row or turn to tokens, (B, T). `units` maps rows to indices into `values`."""
+    """Expand advantages per trajectory, row or turn to tokens, (B, T). `units` maps rows to indices of `values`."""
     if values.shape == batch.ids.shape:
         return values
     if values.ndim == 2 and len(values) == num_units and per == "trajectory" and not batch.imitation:
@@ -346,7 +346,7 @@ def _turn_advantages_per_token(batch: Batch, values: Tensor, units: list[int]) -
                 f"advantages must have a column per sampled turn, got {tuple(values.shape)}, but trajectory {t.id!r} "
                 f"has {len(turns)} sampled turns; see `turn_data`"
             )
-        # Find the column of `values` for each token. Tokens that were not sampled get any column, as they are masked.
+        # Find the column of `values` for each token. Unsampled tokens get an arbitrary column, as they are masked.
         columns = np.searchsorted(turns, row.turn_index, side="right") - 1
         out[i, : len(row)] = values[unit][torch.from_numpy(columns)]
     return out

@@ -1,8 +1,8 @@
 """Filters that exclude scored trajectories from training.
 
-A filter is a function that returns the reason for exclusion (a string), or None to keep its argument. It is called for
-each trajectory if defined as `def f(trajectory)`, or for each entire group if defined as `def f(group)`. An excluded
-trajectory is treated as unscored. To exclude only the tokens of truncated trajectories from the loss, as DAPO does, use
+A filter is a function that returns the reason for exclusion (a string), or None to keep its argument. It is called with
+each trajectory if defined as `def f(trajectory)`, or with each group if defined as `def f(group)`. An excluded
+trajectory is treated as unscored. To exclude only the tokens of truncated trajectories from the loss, as in DAPO, use
 `collate(truncated="mask")`.
 """
 
@@ -20,10 +20,10 @@ __all__ = ["drop_reasons", "equal_rewards", "overlong"]
 
 
 def equal_rewards(group: Group) -> str | None:
-    """Exclude groups whose scored rewards are all equal, such as those with a single scored trajectory.
+    """Exclude groups whose rewards are all equal, including those with a single scored trajectory.
 
     Without this filter, the advantages of such a group are exactly 0, but its tokens still count in the denominator of
-    a token mean. `TrainConfig(refill=)` samples other groups to replace the excluded ones.
+    a token mean. `TrainConfig(refill=)` replaces the excluded groups by sampling others.
 
     Source:  DAPO, arXiv 2503.14476, 3.2 ("dynamic sampling").
     """
@@ -35,7 +35,7 @@ def overlong(tokens: int | None = None) -> Filter:
     """Create a filter that excludes long trajectories.
 
     Args:
-        tokens: Maximum number of sampled tokens. If None, trajectories that were cut off by a limit are excluded.
+        tokens: Maximum number of sampled tokens. With None, trajectories that were cut off by a limit are excluded.
     """
 
     def check(trajectory: Trajectory) -> str | None:
@@ -47,7 +47,7 @@ def overlong(tokens: int | None = None) -> Filter:
 
 
 def is_group_filter(filter: Filter) -> bool:
-    """Return True if the parameter of a filter is named `group`, False if `trajectory`; otherwise raise."""
+    """Return True if the filter's parameter is named `group`, False if `trajectory`; otherwise raise SettingsError."""
     try:
         required = [p.name for p in inspect.signature(filter).parameters.values() if p.default is p.empty]
     except (TypeError, ValueError):
@@ -65,7 +65,7 @@ def _name(filter: Filter) -> str:
 
 
 def drop_reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) -> dict[str, str]:
-    """Apply all filters to the scored trajectories. Return the first reason for each excluded trajectory, by id."""
+    """Apply all filters to the scored trajectories. Return the first reason for each exclusion, by trajectory id."""
     scored = [t for t in trajectories if t.reward is not None]
     groups: dict[str, list[Trajectory]] = {}
     for t in scored:

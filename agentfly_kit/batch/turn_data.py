@@ -1,4 +1,4 @@
-"""Per-turn inputs of advantage estimators: one entry for each turn that the policy sampled in a trajectory."""
+"""Per-turn inputs of advantage estimators, with one entry for each sampled turn."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class TurnData(Displayable):
     """Inputs of `advantages.gigpo` and `advantages.arpo`: a tuple per trajectory, with one entry per sampled turn.
 
     Attributes:
-        turn_rewards: Reward earned by each turn. The last one includes the trajectory's reward and is None if the
+        turn_rewards: Reward earned by each turn. The last one includes the trajectory's reward, and is None if the
             trajectory is unscored.
-        states: State in which each turn began.
-        turn_ids: Id of each turn. Forked chains share the ids of their common turns.
+        states: State at the beginning of each turn.
+        turn_ids: Id of each turn. Turns that forked chains have in common have the same id.
     """
 
     turn_rewards: tuple[tuple[float | None, ...], ...]
@@ -32,7 +32,7 @@ class TurnData(Displayable):
 
 
 def as_trajectories(rollout: Any) -> list[Trajectory]:
-    """Return the trajectories of a rollout, a trajectory, or an iterable of trajectories as a list."""
+    """Convert a rollout, a trajectory, or an iterable of trajectories to a list of trajectories."""
     given: Iterable[Any] = getattr(rollout, "trajectories", rollout)
     if isinstance(given, Trajectory):
         return [given]
@@ -46,12 +46,12 @@ def as_trajectories(rollout: Any) -> list[Trajectory]:
 
 
 def sampled_turn_indices(trajectory: Trajectory) -> tuple[int, ...]:
-    """Return the indices of the sampled turns. Column k of advantages (N, K) belongs to the k-th sampled turn."""
+    """Return the indices of the sampled turns. Column k of (N, K) advantages belongs to the k-th sampled turn."""
     return tuple(i for i, turn in enumerate(trajectory.turns) if turn.sampled and turn.ids)
 
 
 def credited_turn(trajectory: Trajectory, index: int) -> int:
-    """Return the index of the turn that earned the reward of turn `index`: the last sampled turn at or before it."""
+    """Return the index of the turn that earned the reward of turn `index`: the last turn sampled at or before it."""
     for i in range(index, -1, -1):
         if trajectory.turns[i].sampled and trajectory.turns[i].ids:
             return i
@@ -62,7 +62,7 @@ def credited_turn(trajectory: Trajectory, index: int) -> int:
 
 
 def last_observation(trajectory: Trajectory, index: int) -> Hashable:
-    """Return the token ids of the turn before the turn at `index`, usually an observation or the prompt."""
+    """Return the token ids of the turn before turn `index`, usually an observation or the prompt."""
     return trajectory.turns[index - 1].ids if index else ()
 
 
@@ -72,7 +72,7 @@ def turn_data(
     state: Callable[[Trajectory, int], Hashable] = last_observation,
     rewards: Sequence[float | None] | None = None,
 ) -> TurnData:
-    """Collect turn rewards, states and turn ids of a rollout for estimators of per-turn advantages::
+    """Collect the turn rewards, states and turn ids of a rollout for per-turn advantage estimators::
 
         turns = af.turn_data(rollout)
         batch = af.collate(rollout, lambda rewards, groups: af.advantages.gigpo(
@@ -80,11 +80,11 @@ def turn_data(
 
     Args:
         rollout: A rollout, a trajectory, or an iterable of trajectories.
-        state: Function (trajectory, index) that returns the state, any hashable object, in which the sampled turn
-            `trajectory.turns[index]` began. Turns of a group with equal states are compared. By default, the state is
-            the preceding turn, which is the prompt or an observation.
-        rewards: Rewards of the N trajectories that replace the recorded ones, such as those that `collate` passes to an
-            estimator.
+        state: Function of (trajectory, index) that returns the state at the beginning of the sampled turn
+            `trajectory.turns[index]`, as a hashable object. Turns of a group with equal states are compared. By
+            default, the state consists of the token ids of the preceding turn, the prompt or an observation.
+        rewards: Rewards of the N trajectories to use instead of the recorded ones, such as those that `collate` passes
+            to an estimator.
 
     Raises:
         ValueError: If the number of rewards differs from the number of trajectories.
@@ -101,7 +101,7 @@ def turn_data(
 
 
 def _rewards_by_turn(t: Trajectory, sampled: tuple[int, ...], outcome: float | None) -> tuple[float | None, ...]:
-    """Return the total reward that each sampled turn earned, with `outcome` (None if unscored) added to the last."""
+    """Return the total reward of each sampled turn, with `outcome` added to the last, or None if it is unscored."""
     earned = dict.fromkeys(sampled, 0.0)
     for i, turn in enumerate(t.turns):
         if turn.reward is not None:
@@ -115,7 +115,7 @@ def _rewards_by_turn(t: Trajectory, sampled: tuple[int, ...], outcome: float | N
 def _turn_ids(trajectories: list[Trajectory], sampled: list[tuple[int, ...]]) -> tuple[tuple[Hashable, ...], ...]:
     """Assign an id to each sampled turn.
 
-    The last turn of a trajectory is never shared: a fork that happens to sample the same turns is a separate leaf.
+    The last turn of a trajectory is never shared, even if a fork happens to sample the same turns.
     """
     out: list[tuple[Hashable, ...]] = []
     for n, (numbers, at) in enumerate(zip(_number_turns(trajectories), sampled, strict=True)):
@@ -124,7 +124,7 @@ def _turn_ids(trajectories: list[Trajectory], sampled: list[tuple[int, ...]]) ->
 
 
 def executed_calls(rollout: Any) -> int:
-    """Return the number of tool calls of all trajectories. A call in a turn that forked chains share counts once.
+    """Return the total number of tool calls. A call in a turn that forked chains have in common counts once.
 
     Args:
         rollout: A rollout, a trajectory, or an iterable of trajectories.
@@ -138,11 +138,11 @@ def executed_calls(rollout: Any) -> int:
 
 
 def _number_turns(trajectories: Iterable[Trajectory]) -> list[list[int]]:
-    """Number the turns of all trajectories. Forks of a chain share the numbers of the leading turns that are equal.
+    """Number the turns of all trajectories. Equal leading turns of the forks of a chain get the same number.
 
-    Turns are equal if they are the same object or, for example after loading a file, have equal content and seeds.
+    Turns are equal if they are the same object or have equal content and seeds, for example after loading a file.
     """
-    # The key of a turn consists of the number of the turn before it, or the chain for the first turn, and its content.
+    # A turn is identified by its content and the number of the preceding turn, or the chain if it is the first turn.
     known: dict[Hashable, int] = {}
     numbered = []
     for t in trajectories:

@@ -1,4 +1,4 @@
-"""Conversion between messages and token ids: chat templates, tool-call formats, and checks of both."""
+"""Conversion between messages and token ids: chat templates, tool-call formats, and checks for both."""
 
 from __future__ import annotations
 

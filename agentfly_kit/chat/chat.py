@@ -1,7 +1,7 @@
 """Conversion between messages and token ids with a tokenizer's chat template. History is never re-encoded.
 
 The prompt is rendered once, and all later messages are appended to it. A check in `template.py` ensures that appending
-gives the same text as rendering the whole conversation.
+yields the same text as rendering the whole conversation.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _CACHE_SIZE = 1024
 
 
 class Chat(Displayable):
-    """Tokenizer with its chat template, and the format in which the model writes tool calls.
+    """Tokenizer, its chat template, and the format in which the model writes tool calls.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        format: name of a format, a `formats.Format`, or "auto". "auto" selects the only format that parses calls
-            rendered by the template, or "hermes" if none or several do.
+        format: name of a format, a `formats.Format`, or "auto". "auto" selects the format that parses calls rendered by
+            the template, or "hermes" if there is no such format or more than one.
         history: what to do if the template renders earlier messages differently once new messages follow, typically
             without their thinking. "exact" raises an error. "append" appends the new messages anyway, so the model sees
             a history that its template would not render. "rerender" renders the whole history again and starts a new
@@ -71,7 +71,7 @@ class Chat(Displayable):
         self.tokenizer = tokenizer
         self.history = history
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        # Control tokens are special tokens and added tokens that the template uses. Plain text must not encode to them.
+        # Control tokens are special tokens, and added tokens that the template uses. Plain text must never yield them.
         added = {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values()}
         texts = {t for t in added if t.strip() and t in str(source)} | {t for t in tokenizer.all_special_tokens if t}
         self._controls = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
@@ -89,13 +89,13 @@ class Chat(Displayable):
     def from_saved(
         cls, settings: Mapping[str, Any], tokenizer: Any, generation_config: Any = None, **changes: Any
     ) -> Chat:
-        """Return a chat with the settings that `Policy.save` has written, so that serving equals training.
+        """Create a chat with the settings written by `Policy.save`, so that serving matches training.
 
         Args:
             settings: content of the file policy.json of a saved policy; {} for other models.
             tokenizer: the tokenizer of the model.
-            generation_config: the model's generation config, whose end tokens end actions too, or None.
-            **changes: arguments of `Chat` that replace the saved ones, unless they are None.
+            generation_config: the model's generation config or None. Its end tokens also end actions.
+            **changes: arguments of `Chat` that override the saved ones, unless they are None.
         """
         saved = {"format": settings.get("format", "auto"), **settings.get("chat", {})}
         saved |= {name: value for name, value in changes.items() if value is not None}
@@ -106,11 +106,11 @@ class Chat(Displayable):
 
     @functools.cached_property
     def vocabulary(self) -> str:
-        """Fingerprint of the tokens and their ids. Batches can train the policies that have the same vocabulary."""
+        """Fingerprint of the tokens and their ids. A batch can train any policy with the same vocabulary."""
         return digest(*(f"{token} {text}" for text, token in sorted(self.tokenizer.get_vocab().items())))
 
     def settings(self) -> dict[str, Any]:
-        """Return the arguments with which `from_saved` creates an equal chat, except the tokenizer."""
+        """Return the arguments from which `from_saved` creates an equal chat, without the tokenizer."""
         options = dict(self.template.options)
         return {"format": self.format.name, "history": self.history, "stop": list(self.stop), "options": options}
 
@@ -130,7 +130,7 @@ class Chat(Displayable):
     # --- text and ids ---
 
     def encode(self, text: str) -> tuple[int, ...]:
-        """Encode a string. Special tokens in the string are recognized; no others are added.
+        """Encode a string. Special tokens in the string are recognized; none are added.
 
         Raises:
             SettingsError: if the string contains a lone surrogate.
@@ -150,12 +150,12 @@ class Chat(Displayable):
         return self._decode(tuple(ids))
 
     def _decode_ids(self, ids: tuple[int, ...]) -> str:
-        if (backend := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:  # same result at half the cost
+        if (backend := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:  # same result in half the time
             return str(backend.decode(list(ids), skip_special_tokens=False))
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
     def token_texts(self, ids: Sequence[int]) -> tuple[str, ...]:
-        """Decode each id separately. Bytes of incomplete UTF-8 sequences are shown in the form <0xE2>."""
+        """Decode each id separately. Bytes of incomplete UTF-8 sequences are shown as <0xE2>, for example."""
         return tuple(map(self._token_text, ids))
 
     def _decode_token(self, token: int) -> str:
@@ -168,7 +168,7 @@ class Chat(Displayable):
     # --- messages to ids ---
 
     def render(self, messages: Sequence[Message], tools: Schemas = (), *, generate: bool) -> str:
-        """Render messages with the template; `generate` adds the generation prompt.
+        """Render messages with the template. With generate=True, the generation prompt is added.
 
         Raises:
             ChatTemplateError: if the template raises an error.
@@ -183,7 +183,7 @@ class Chat(Displayable):
         *,
         trusted: Collection[str] = ("system", "assistant"),
     ) -> tuple[int, ...]:
-        """Return the ids of the initial messages and tool schemas, with the generation prompt.
+        """Return the ids of the initial messages, the tool schemas and the generation prompt.
 
         If the template does not render tools, or renders them in a different format, the format's instructions are
         added to the system message.
@@ -191,14 +191,14 @@ class Chat(Displayable):
         Args:
             messages: the messages.
             tools: tool schemas.
-            trusted: roles whose text may contain control tokens. In messages of other roles, the text of a control
-                token such as <|im_end|> is encoded as plain text.
+            trusted: roles whose messages may contain control tokens. In messages with other roles, a control token
+                such as <|im_end|> is encoded as plain text.
 
         Raises:
-            ChatTemplateError: if the template drops, repeats or moves a message, or if there are tools, but tool calls
-                cannot be parsed or tool results cannot be appended exactly. With history="rerender", the text of
+            ChatTemplateError: if the template drops, repeats or moves a message, or if tools are given but their calls
+                cannot be parsed or their results cannot be appended exactly. With history="rerender", the text of
                 assistant messages is not checked.
-            SettingsError: if the content of a message is not text, or the last message is from the assistant.
+            SettingsError: if the content of a message is not text, or if the last message is an assistant message.
         """
         messages = normalize_messages(messages, "prompt")
         if tools:
@@ -220,17 +220,17 @@ class Chat(Displayable):
     def observation_ids(
         self, messages: Sequence[Message], tools: Schemas = (), *, after: Sequence[int] = ()
     ) -> tuple[int, ...]:
-        """Return the ids to append after an action: `messages` and the next generation prompt.
+        """Return the ids to append after an action, for `messages` and the next generation prompt.
 
         Args:
             messages: tool results or user messages.
-            tools: tool schemas of the prompt.
-            after: ids of the action. If they do not end with the template's end-of-turn token (after truncation or
+            tools: tool schemas in the prompt.
+            after: ids of the action. If they do not end with the template's end-of-turn token (due to truncation or
                 another stop token), the returned ids include that token, which has mask 0.
 
         Raises:
-            ChatTemplateError: if the template drops one of `messages`, or if `history` is "exact" and the template
-                renders earlier messages differently when `messages` follow.
+            ChatTemplateError: if the template drops one of the messages, or if `history` is "exact" and the template
+                renders earlier messages differently when they follow.
             SettingsError: if `messages` is empty, or the content of a message is not text.
         """
         messages = normalize_messages(messages, "observation")
@@ -243,7 +243,7 @@ class Chat(Displayable):
         return ids
 
     def append_violation(self, following: FollowingRole) -> str:
-        """Return why tool results or user messages cannot be appended without changing earlier text; "" if they can."""
+        """Return the reason why messages cannot be appended without changing earlier text, or "" if they can be."""
         return self.template.append_violation("user" if self._results_as_user else following)
 
     def needs_rerender(self, messages: Sequence[Message]) -> bool:
@@ -266,11 +266,11 @@ class Chat(Displayable):
 
     @property
     def _in_template_format(self) -> bool:
-        """True if the model writes calls as the template renders them, as far as known."""
+        """True if, as far as is known, the model writes calls in the format that the template renders."""
         return self.format.native and isinstance(self.format, type(self.detected_format or self.format))
 
     def _adapt_messages(self, messages: Sequence[Message]) -> list[Message]:
-        """Convert calls to text, and tool results to user messages, if necessary. Consecutive results are merged."""
+        """Convert calls to text and tool results to user messages if necessary. Consecutive results are merged."""
         if self.template.calls is None or not self._in_template_format:
             messages = [self._with_written_calls(message) for message in messages]
         if not self._results_as_user:
@@ -285,14 +285,14 @@ class Chat(Displayable):
         return adapted
 
     def _with_written_calls(self, message: Message) -> Message:
-        """Return an assistant message with its calls appended to the text, as the model writes them."""
+        """Return an assistant message with its calls appended to the text in the model's format."""
         given = [(call["id"], call["function"]) for call in message.get("tool_calls") or ()]
         calls = [self.format.render_call(ToolCall(id, call["name"], call["arguments"])) for id, call in given]
         texts = [text for text in (message["content"], *calls) if text]
         return {k: v for k, v in message.items() if k != "tool_calls"} | {"content": "\n".join(texts)}
 
     def _visible_tools(self, tools: Schemas) -> Schemas:
-        """Return the schemas to pass to the template, or () if it ignores them or expects another call format."""
+        """Return the schemas to pass to the template, or () if it ignores schemas or uses another call format."""
         return tools if tools and self._in_template_format and self.template.shows_tools else ()
 
     def _prepare(self, messages: Sequence[Message], tools: Schemas) -> tuple[list[Message], Schemas]:
@@ -301,7 +301,7 @@ class Chat(Displayable):
         shown = self._visible_tools(tools)
         if not tools or shown:
             return adapted, shown
-        # Instructions go into the system message, or the first message if the template has no system role.
+        # Add the instructions to the system message, or to the first message if the template has no system role.
         text, first = self.format.instructions(tools), adapted[0]
         if first["role"] == "system":
             adapted[0] = {**first, "content": f"{first['content']}\n\n{text}"}
@@ -319,7 +319,7 @@ class Chat(Displayable):
         after_action: bool,
         trusted: Collection[str] = ("system", "assistant"),
     ) -> tuple[int, ...]:
-        """Render and encode a prompt or the messages after an action. Results are cached, because rendering is slow."""
+        """Render and encode a prompt, or messages that follow an action. Results are cached, as rendering is slow."""
         key = f"{after_action} {trusted} {list(messages)!r} {tools!r}"
         if key not in self._render_cache:
             if len(self._render_cache) >= _CACHE_SIZE:
@@ -337,7 +337,7 @@ class Chat(Displayable):
         after_action: bool,
         trusted: Collection[str],
     ) -> tuple[int, ...]:
-        """Render and encode messages. In messages of untrusted roles, control tokens are encoded as plain text."""
+        """Render and encode messages. In messages with untrusted roles, control tokens are encoded as plain text."""
         controls: list[str] = []
         mark = unused_marker("qzcontrol", messages)
 
@@ -357,8 +357,8 @@ class Chat(Displayable):
             text = self.template.render(plain, tools, generate=True)
         if not controls:
             return self.encode(text)
-        # Split each control string after its first character, and encode both halves with the adjacent text, so that no
-        # control token results. Later parts are encoded after `anchor`, since some tokenizers prepend a space to text.
+        # Split each control string after its first character and encode both parts with the adjacent text, so that they
+        # yield no control token. Later parts are encoded after `anchor`, since some tokenizers prepend a space to text.
         anchor = self.token_texts(self.stop_ids[:1])[0]
         ids: list[int] = []
         rest = ""
@@ -372,7 +372,7 @@ class Chat(Displayable):
         return (*ids, *self._encode_after(anchor if ids else "", rest))
 
     def _encode_after(self, anchor: str, text: str) -> tuple[int, ...]:
-        """Encode text that follows `anchor`, and return only the ids of the text."""
+        """Encode `text` as if it followed `anchor`. Return only the ids of the text."""
         return self.encode(anchor + text)[len(self.encode(anchor)) :] if anchor else self.encode(text)
 
     def _stop_ids(self) -> tuple[int, ...]:
@@ -396,10 +396,10 @@ class Chat(Displayable):
     # --- ids to messages ---
 
     def parse(self, ids: Sequence[int], tools: Schemas = ()) -> formats.Parsed:
-        """Parse an action into answer, thinking and tool calls, without changing its ids.
+        """Parse an action into content, thinking and tool calls.
 
-        If the prompt ends with an open thinking tag, the action starts with thinking. If the action is truncated before
-        this tag is closed, it consists of thinking only and has no calls.
+        If the prompt ends with an opening thinking tag, the action starts with thinking. If the action is truncated
+        before the closing tag, it consists only of thinking and has no calls.
         """
         ids = list(ids)
         while ids and ids[-1] in self.stop_ids:
@@ -407,20 +407,20 @@ class Chat(Displayable):
         return self.read(self.text(ids), tools)
 
     def read(self, text: str, tools: Schemas = ()) -> formats.Parsed:
-        """Parse the text of an action, given without its stop token."""
+        """Parse the text of an action without its stop token."""
         return self.format.parse(self._open_tag + text, tools)
 
     # --- comparison with re-encoding ---
 
     def drift(self, trajectory: Trajectory | Row) -> Drift:
-        """Re-render and re-tokenize a row's messages, and return the first difference from the row's token ids.
+        """Render and tokenize the messages of a row again, and return the first difference from its token ids.
 
-        This package never re-tokenizes rows, so drift is harmless here. It shows which tokens a framework that
-        stores messages and tokenizes them for training would train on instead.
+        This package never re-tokenizes rows, so drift is harmless here. It shows where a framework that stores
+        messages and tokenizes them for training would train on other tokens.
 
         Raises:
-            AlignmentError: for a row without token ids, or a trajectory with several rows; pass one of them, such as
-                `trajectory.rows[0]`.
+            AlignmentError: if the row has no token ids, or if the trajectory has several rows; pass one of them, such
+                as `trajectory.rows[0]`.
         """
         from agentfly_kit.chat.drift import find_drift
 
@@ -433,6 +433,6 @@ class Chat(Displayable):
 
 
 def _following_roles(messages: Sequence[Message]) -> list[FollowingRole]:
-    """Return "tool" and "user" in the order in which they first occur. All roles other than "tool" count as "user"."""
+    """Return the distinct roles in order of first occurrence. All roles other than "tool" count as "user"."""
     roles: list[FollowingRole] = ["tool" if message["role"] == "tool" else "user" for message in messages]
     return list(dict.fromkeys(roles))

@@ -1,4 +1,4 @@
-"""`Drift`, the first difference between the tokens of a row and its messages rendered and tokenized again."""
+"""`Drift`, the first difference between the tokens of a row and those of its messages when tokenized again."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Cause: TypeAlias = Literal["none", "template", "re-tokenisation", "other"]
 
 @dataclass(frozen=True)
 class Drift(Displayable):
-    """First token at which a row differs from its re-encoded text. `bool(drift)` tells whether there is a difference.
+    """First token at which a row differs from its re-encoded messages. `bool(drift)` is False if they are equal.
 
     Attributes:
         cause: "template" if the template renders different text, "re-tokenisation" if the same text is split into
             different tokens, "other" if the tokens do not decode to valid text or the template rejects the
-            conversation, and "none" if there is no drift.
+            conversation, or "none" if there is no difference.
         index: Index of the first differing token in the row, or the length of the row if no token differs.
         tokens: Number of tokens of the row.
-        turn: Kind and index of the turn that contains the token.
+        turn: Kind and index of the turn that contains this token.
         row_tokens: Up to six tokens of the row, starting at `index`.
         encoded_tokens: Up to six tokens of the re-encoded text, starting at `index`.
         before: Common text just before the difference.
@@ -53,7 +53,7 @@ class Drift(Displayable):
 
 
 def find_drift(chat: Chat, row: Row) -> Drift:
-    """Render and tokenize the messages of a row again, and compare with its token ids. See `Chat.drift`."""
+    """Implement `Chat.drift` for one row."""
     ids = row.ids.tolist()
     token_texts, text = chat.token_texts(ids), chat.text(ids)
     # Observations after the last action have no ids, because they were never sent to the engine.
@@ -67,13 +67,13 @@ def find_drift(chat: Chat, row: Row) -> Drift:
     again = chat.encode(again_text)
     again_texts = chat.token_texts(again)
     index = common_prefix_length(ids, again)
-    if index == len(ids):  # ids after the end of the row are not drift, because a row ends with an action
+    if index == len(ids):  # further ids are no drift, because the row ends with an action
         return Drift("none", index, len(ids))
     begin = len("".join(token_texts[:index]))
     end = begin + max(len(token_texts[index]), len("".join(again_texts[index : index + 1])))
     row_tokens, encoded_tokens = token_texts[index : index + 6], again_texts[index : index + 6]
     cause: Cause
-    if "\ufffd" in text:  # character positions are undefined if tokens contain incomplete characters
+    if "\ufffd" in text:  # tokens contain incomplete characters, so character positions are undefined
         cause, why = "other", "the row holds bytes that are not valid UTF-8, so no text encodes to its tokens"
     elif common_prefix_length(text, again_text) >= min(end, len(text)):
         cause = "re-tokenisation"

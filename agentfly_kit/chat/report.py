@@ -1,4 +1,4 @@
-"""`check`, which analyzes a chat template, and `ChatReport`, its result."""
+"""`check`, which analyzes a chat template, and its result, `ChatReport`."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ class ChatReport(Displayable):
         exact: True if tool results and user messages can be appended without changing earlier text.
         tool_results: "exact", or the reason why tool results cannot be appended.
         user_messages: "exact", or the reason why a user message after an answer cannot be appended.
-        tool_role: Role in which tool results are rendered.
-        tools: True if the template renders tool schemas; otherwise the prompt contains the instructions of the format.
+        tool_role: Role with which tool results are rendered.
+        tools: True if the template renders tool schemas; otherwise, the format's instructions are added to the prompt.
         format: Name of the format that parses calls rendered by the template, or "".
         stop: Token that ends an answer.
         stops: All tokens that end an action.
-        generation_prompt: Text before the first token of the assistant, in which some templates open or close thinking.
+        generation_prompt: Text before the first sampled token. Some templates open or close thinking in it.
         boundary: Text between the last character of an action and the first character of a tool result.
-        thinking: Earlier thinking in rendered history: "kept", "kept until a user speaks", "dropped" or "unknown".
-        whitespace: Whether rendered history keeps whitespace around answers: "kept" or "trimmed". Rows always keep it.
+        thinking: Treatment of earlier thinking in rendered history: "kept", "kept until a user speaks", "dropped" or
+            "unknown".
+        whitespace: Treatment of whitespace around answers in rendered history: "kept" or "trimmed". Rows keep it.
     """
 
     name: str
@@ -57,7 +58,7 @@ def check(tokenizer: Any, **settings: Any) -> ChatReport:
         **settings: arguments of `Chat`.
 
     Returns:
-        A report, shown as a table in notebooks.
+        A report, which notebooks show as a table.
 
     Raises:
         ChatTemplateError: if no `Chat` can be created.

@@ -1,4 +1,4 @@
-"""Text-level analysis of chat templates, including the check that appended messages never change earlier text.
+"""Analysis of chat templates, including a check that appended messages never change earlier text.
 
 All properties are determined by rendering probe messages with marker strings, never by reading the source of the
 template.
@@ -17,7 +17,7 @@ from typing import Any, Literal
 from agentfly_kit.errors import ChatTemplateError
 from agentfly_kit.types import Message, Schemas
 
-# Role of the messages that follow an action: "tool" for tool results, "user" for a user message.
+# Role of messages that follow an action: "tool" for tool results, "user" for user messages.
 FollowingRole = Literal["tool", "user"]
 
 _USER: Message = {"role": "user", "content": "?"}
@@ -25,16 +25,16 @@ _TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "probe0", "description": "A probe.", "parameters": {"type": "object", "properties": {}}},
 }
-# Forms in which templates accept tool calls: content "" or None, and arguments as an object or as JSON text.
+# Variants of tool calls that templates accept: content "" or None, and arguments as an object or as JSON text.
 _CALL_SHAPES: tuple[dict[str, Any], ...] = tuple(
     {"content": content, "json": as_json} for as_json in (False, True) for content in ("", None)
 )
-# Places where templates expect an assistant's thinking: keys of the message, or tags in its text.
+# Places where templates expect the thinking of an assistant message: one of its keys, or tags in its text.
 _THINKING = ("reasoning_content", "thinking", "reasoning", "tags")
 
 
 class Template:
-    """Chat template of a tokenizer, with variables (`options`) and the pattern of its control tokens."""
+    """Chat template of a tokenizer, with template variables (`options`) and a pattern for control tokens."""
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any], controls: re.Pattern[str]) -> None:
         self.tokenizer = tokenizer
@@ -45,14 +45,14 @@ class Template:
         self._closings: dict[str, str] = {}
         self._violations: dict[FollowingRole, str] = {}
         self._visible: set[str] = set()
-        # True if content must be a list of parts, as for vision models.
+        # True if the content must be a list of parts, as for vision models.
         self.parts = False
         self.parts = self._wants_parts()
         self.answer_tail = self._answer_tail()
         # Entry of `_CALL_SHAPES` that the template accepts, or None if it does not accept tool calls.
         self.calls: dict[str, Any] | None = None
         self.calls = next(filter(self._takes_calls, _CALL_SHAPES), None)
-        # Role in which tool results are rendered; "user" if the template has no role for them.
+        # Role with which tool results are rendered; "user" if the template has no role for them.
         self.tool_role: Literal["tool", "user"] = "tool"
         try:
             if "qztoolzq" not in self.text_after_action([_tool_result("qztoolzq")]):
@@ -66,7 +66,7 @@ class Template:
     # --- rendering ---
 
     def render(self, messages: Sequence[Message], tools: Schemas = (), *, generate: bool) -> str:
-        """Render messages; `generate` adds the generation prompt. Template errors are raised as ChatTemplateError."""
+        """Render messages, with the generation prompt if `generate` is True. Errors are raised as ChatTemplateError."""
         try:
             return str(
                 self.tokenizer.apply_chat_template(
@@ -79,7 +79,7 @@ class Template:
             )
         except Exception as error:
             if not self._short_ids and any("tool_call_id" in m or "tool_calls" in m for m in messages):
-                # Mistral templates require ids of nine letters or digits; retry with shortened ids.
+                # Mistral templates require ids of nine letters or digits, so retry with shortened ids.
                 self._short_ids = True
                 try:
                     return self.render(messages, tools, generate=generate)
@@ -93,7 +93,7 @@ class Template:
             ) from error
 
     def _message(self, message: Message) -> Message:
-        """Return a copy of a message in the form that the template accepts."""
+        """Return a copy of a message in the form that the template expects."""
         out = dict(message)
         if isinstance(out.get("thinking"), str):
             out.setdefault("reasoning_content", out["thinking"])
@@ -128,7 +128,7 @@ class Template:
         return "qzplainzq" in self._probe({"role": "user", "content": [{"type": "text", "text": "qzplainzq"}]})
 
     def _answer_tail(self) -> str:
-        """Return the text that the template appends to an answer at the end of a conversation."""
+        """Return the text that the template adds after an answer at the end of a conversation."""
         text = self.render([_USER, {"role": "assistant", "content": "qzanswerzq"}], generate=False)
         _, mark, tail = text.rpartition("qzanswerzq")
         if not mark:
@@ -147,7 +147,7 @@ class Template:
     def _call_message(
         self, results: Sequence[Message], arguments: Mapping[str, Any], thought: str | None = None
     ) -> Message:
-        """Return an assistant message with a matching call for each tool result. All calls have the same arguments."""
+        """Return an assistant message with a matching call for each tool result, all with the same arguments."""
         calls = [
             {
                 "id": result.get("tool_call_id", f"call-{i}"),
@@ -185,8 +185,8 @@ class Template:
     def require_visible(
         self, messages: Sequence[Message], tools: Schemas, *, after_action: bool, answers: bool
     ) -> None:
-        """Raise ChatTemplateError if a message is dropped, repeated or moved; answers are exempt unless `answers`."""
-        # Replace contents and arguments by markers, so that a rendering can be searched and its result cached.
+        """Raise ChatTemplateError if a message is dropped, repeated or moved. Answers are exempt if answers=False."""
+        # Replace contents and arguments with markers, so that the rendered text can be searched and the result cached.
         ids: dict[Any, str] = {}
         marked: list[Message] = []
         for i, message in enumerate(messages):
@@ -204,7 +204,7 @@ class Template:
         key = f"{after_action} {answers} {marked} {[tool.get('function', tool).get('name') for tool in tools]}"
         if key in self._visible:
             return
-        # Each marker must occur once, after the previous one.
+        # Each marker must occur exactly once, after the previous one.
         render = self.text_after_action if after_action else functools.partial(self.render, generate=True)
         text = render(marked, tools)
         last = -1
@@ -229,7 +229,7 @@ class Template:
         return "qztoolzq" in self._probe(_USER, self._answer_message("?"), _tool_result("qztoolzq"))
 
     def pair_results(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages with one call per message, and results without a call as user messages, if necessary."""
+        """Split messages with several calls, and convert results without a call to user messages, if necessary."""
         out: list[Message] = []
         calls: dict[Any, Any] = {}
         for message in messages:
@@ -250,8 +250,8 @@ class Template:
     def text_after_action(self, following: Sequence[Message], tools: Schemas = ()) -> str:
         """Return the text from the end of an action to the start of the next one, including the messages `following`.
 
-        The text starts with the template's end-of-turn text. Many templates look up the call of a tool result, so the
-        rendered action contains matching calls, or plain text if the template does not accept calls.
+        The text starts with the template's end-of-turn text. Many templates look up the call that belongs to a tool
+        result, so the rendered action contains matching calls, or plain text if the template does not accept calls.
         """
         mark = unused_marker("qzsaidzq", following)
         results = list(itertools.takewhile(lambda message: message.get("role") == "tool", following))
@@ -279,14 +279,14 @@ class Template:
         raise problem
 
     def _call_closing(self, action: Message, mark: str, tools: Schemas) -> str | None:
-        """Return the text between a call's last argument and the end of the turn; None if the call is rejected."""
+        """Return the text between the last argument of a call and the end of the turn, or None if it is rejected."""
         key = json.dumps([action, [t.get("function", {}).get("name") for t in tools]], default=str).replace(mark, "")
         if key not in self._closings:
             text = self._probe(_USER, action, tools=tools)
             tail = text.rpartition(mark)[2]
             if mark not in text:
                 return None
-            # Remove the end of the turn: either the text that also ends answers, or a control token such as `<|call|>`.
+            # Remove the end of the turn, either the text that also ends answers or a control token such as `<|call|>`.
             if self.answer_tail and tail.endswith(self.answer_tail):
                 tail = tail[: -len(self.answer_tail)]
             elif found := list(self._control.finditer(tail)):
@@ -299,13 +299,13 @@ class Template:
     # --- check that appending is exact ---
 
     def append_violation(self, kind: FollowingRole) -> str:
-        """Return why messages of this kind cannot be appended without changing earlier text; "" if they can.
+        """Return the reason why such messages cannot be appended without changing earlier text, or "" if they can be.
 
         The check extends conversations step by step to up to four actions: with one and two tool results, with and
         without a system message and tool schemas, with and without thinking (if the generation prompt allows both), and
-        with user messages between tool calls. Every rendering must start with the previous one and end with the result
-        of `text_after_action` for the added messages, so that the text sent to an engine equals the rendering of the
-        whole conversation. The result is cached per kind.
+        with user messages between tool calls. The text rendered in each step must start with that of the previous step
+        and end with `text_after_action` of the added messages, so that the text sent to an engine equals the rendering
+        of the whole conversation. The result is cached for each kind.
         """
         if kind not in self._violations:
             reasons = [self._find_violation(kind, mode) for mode in self.modes]
@@ -320,13 +320,13 @@ class Template:
 
     @functools.cached_property
     def modes(self) -> tuple[str | None, ...]:
-        """Answers that the generation prompt allows: None for answers without thinking, a marker for those with it."""
+        """Kinds of answers that the generation prompt allows: None without thinking, a marker with thinking."""
         prompt = self.render([_USER], generate=True)
         modes = (None, "qzthinkzq")
         return tuple(m for m in modes if self._probe(_USER, self._answer_message("qzanswerzq", m)).startswith(prompt))
 
     def thinking_kept(self) -> str:
-        """Return what happens to earlier thinking: "kept", "kept until a user speaks", "dropped" or "unknown"."""
+        """Return how earlier thinking is treated: "kept", "kept until a user speaks", "dropped" or "unknown"."""
         if "qzthinkzq" not in self.modes:
             return "unknown"
         if not self._find_violation("user", "qzthinkzq"):
@@ -351,7 +351,7 @@ class Template:
         return "qztold0zq" in text and "qztold1zq" in text
 
     def _grow_plans(self, plan: str, thought: str | None) -> str:
-        """Return the first violation or "". `plan` has the number of results after each action, or "u" for a user."""
+        """Return the first violation or "". `plan` holds the number of results after each action, or "u" for a user."""
         tools = [_TOOL] if self._probe(_USER, tools=[_TOOL], generate=True) else []
         system: list[Message] = [{"role": "system", "content": "?"}] if self.takes_system() else []
         return self._grow([_USER], [], plan, thought) or self._grow([*system, _USER], tools, plan, thought)
@@ -393,7 +393,7 @@ class Template:
     # --- start and end of an action ---
 
     def stops(self) -> tuple[str, ...]:
-        """Return the control token that ends answers and, if it is a different one, the token that ends calls.
+        """Return the control token that ends answers and, if different, the one that ends calls.
 
         In a template without an end-of-turn token, the tag of the next role ends the action. Tokens that also occur
         inside an action, for example between thinking and answer, are excluded.
@@ -414,7 +414,7 @@ class Template:
         return tuple(dict.fromkeys(m.group() for m in found if m and m.group() not in inside))
 
     def written_call(self, name: str, arguments: Mapping[str, Any]) -> str:
-        """Return a call as rendered by the template, without the stop token; "" if calls are not supported."""
+        """Return a call as rendered by the template, without the stop token, or "" if calls are not supported."""
         if self.calls is None:
             return ""
         action = self._call_message([{"name": name, "tool_call_id": "call-0"}], arguments)
@@ -429,7 +429,7 @@ class Template:
         return " qzanswerzq \n" in self._probe(_USER, self._answer_message(" qzanswerzq \n"))
 
     def opening(self) -> str:
-        """Return the generation prompt, which is the text that the template adds before an action."""
+        """Return the generation prompt, the text that the template adds before an action."""
         prompt, plain = self.render([_USER], generate=True), self.render([_USER], generate=False)
         same = common_prefix_length(prompt, plain)
         inside = [m.start() for m in self._control.finditer(prompt) if m.start() < same < m.end()]
@@ -441,7 +441,7 @@ def _tool_result(text: str, n: int = 0) -> Message:
 
 
 def unused_marker(mark: str, messages: Sequence[Message]) -> str:
-    """Append letters to the marker until no message contains it."""
+    """Return the marker, extended by letters until no message contains it."""
     held = repr(list(messages))
     while mark in held:
         mark += "q"
@@ -449,7 +449,7 @@ def unused_marker(mark: str, messages: Sequence[Message]) -> str:
 
 
 def _short_id(id: str) -> str:
-    """Return an id of nine letters or digits; valid ids are unchanged."""
+    """Convert an id to one of nine letters or digits. Valid ids are unchanged."""
     if re.fullmatch(r"[A-Za-z0-9]{9}", id):
         return id
     if re.fullmatch(r"call-\d{1,5}", id):

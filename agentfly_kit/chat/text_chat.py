@@ -1,4 +1,4 @@
-"""`TextChat`, the chat of engines that return only text."""
+"""`TextChat`, the chat for engines that return only text."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentfly_kit.errors import ChatTemplateError
 
 
 class TextChat(Chat):
-    """Chat that has no tokenizer. It parses tool calls in text, and rejects all operations on token ids."""
+    """Chat without a tokenizer, which parses tool calls in text and rejects all operations on token ids."""
 
     def __init__(self, format: str | formats.Format = "hermes") -> None:
         self.tokenizer = None

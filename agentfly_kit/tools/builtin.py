@@ -1,6 +1,6 @@
 """Built-in tools that run code or edit files, and `mcp`, which connects to the tools of an MCP server.
 
-Use them as `Agent(tools=[af.toolbox.python])` or `Agent(tools=af.toolbox.code)`, with a pool of the sandbox class that
+Use them as `Agent(tools=[af.toolbox.python])` or `Agent(tools=af.toolbox.code)`, with a pool for the sandbox class that
 each tool requires. They use only the public API, so you can copy a tool and change its description.
 """
 

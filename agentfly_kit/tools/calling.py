@@ -1,4 +1,4 @@
-"""Calls of user functions (tools, rewards and `reset` methods), with time limits and with exceptions as values."""
+"""Calling user functions (tools, rewards and `reset` methods) with time limits, returning exceptions as values."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from agentfly_kit._async.pending_call import cancelling, maybe_await, warn_or_lo
 from agentfly_kit.tools.inspection import underlying
 from agentfly_kit.types import Failure
 
-# A step of a coroutine function that takes longer is reported.
+# If a coroutine function blocks the event loop for longer than this, a warning is issued.
 _BLOCKING_SECONDS = 0.25
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of one call, which is a value or an error. The traceback of an error starts in the called function.
+    """Outcome of a call, either a value or an error. The traceback of an error starts in the called function.
 
     Attributes:
-        value: The return value, or None after an error.
+        value: The return value, or None if the call failed.
         error: The exception, or None. After a timeout, a TimeoutError whose message says whether the call was cancelled
             (coroutines) or abandoned (threads, which cannot be stopped).
         timed_out: Whether the call exceeded its timeout.
@@ -48,8 +48,8 @@ async def call_user_function(
     A coroutine function runs on the event loop and is cancelled after the timeout. If it blocks the event loop, a
     warning names it, and the time does not count towards the limits of other calls. Any other function runs in a daemon
     thread, which blocks neither other chains nor process exit, and is abandoned after the timeout. `convert` is applied
-    to the return value; its exceptions are treated like those of `function`. Sandboxes that a cancelled or timed-out
-    call uses are replaced when they are released, because the call may still change them.
+    to the return value; exceptions that it raises are treated like those of `function`. Sandboxes used by a cancelled
+    or timed-out call are replaced when they are released, because the call may still change them.
     """
     start, begun = time.perf_counter(), limits.now()
     value: Any = None
@@ -83,7 +83,7 @@ async def call_user_function(
         if cancelling():
             threads.discard()
             raise
-        error = cancelled  # the caller was not cancelled, only something that the function awaited
+        error = cancelled  # only an awaitable inside the function was cancelled, not the caller
     except threads.CallTimeout as expired:
         error, timed_out = expired, " and was abandoned"
         if not expired.begun:
@@ -119,7 +119,7 @@ def _trim_traceback(error: BaseException, function: Callable[..., Any]) -> BaseE
 
 
 def failure_from(where: str, error: BaseException) -> Failure:
-    """Create a `Failure` from an exception, even if the `__str__` method of the exception raises."""
+    """Create a `Failure` from an exception, even if the exception's `__str__` method raises."""
     try:
         return Failure.from_exception(where, error)
     except Exception as worse:

@@ -1,6 +1,6 @@
-"""`Context`, which gives tools and rewards access to the task, turn, state and sandboxes of their chain.
+"""`Context`, through which tools and rewards access the task, turn, state and sandboxes of their chain.
 
-A context leases sandboxes from the pools of the agent, and releases them when the chain ends. For single calls,
+A context leases sandboxes from the agent's pools and releases them when the chain ends. For single calls,
 `temporary_context` creates a context with temporary pools.
 """
 
@@ -29,7 +29,7 @@ S = TypeVar("S")
 
 
 class Fields(Mapping[str, Any]):
-    """Copy of the task fields for one chain, so that changes do not affect other chains of the same task.
+    """Task fields of one chain, copied so that changes do not affect other chains of the same task.
 
     Each field is copied on first access. Values that cannot be copied are shared.
     """
@@ -69,7 +69,7 @@ class Context(Displayable):
         turn: current turn, updated by the chain.
         seed: seed of the current turn, updated by the chain.
         pools: pools from which sandboxes are leased.
-        run: name of the rollout. Pools use it to serve several rollouts in turn.
+        run: name of the rollout. Pools use it to alternate between the requests of several rollouts.
     """
 
     def __init__(
@@ -87,25 +87,25 @@ class Context(Displayable):
         self.trajectory_id = trajectory_id or task.id
         self.turn = turn
         self.seed = seed
-        # Storage in which tools can keep data between the turns of this chain.
+        # Data that tools keep between the turns of this chain.
         self.state: dict[str, Any] = {}
-        # Values that the `reset` methods of environments returned, by environment class.
+        # Values returned by the `reset` methods of environments, keyed by environment class.
         self.reset_results: dict[type, Any] = {}
         self.pools = tuple(pools)
         self.run = run
         self._leases: dict[Pool[Any], asyncio.Task[Any]] = {}
         self._locks: dict[Pool[Any], asyncio.Lock] = {}
-        # Additional arguments of `Pool.acquire`. `fork` sets them while it leases sandboxes.
+        # Additional arguments for `Pool.acquire`, set by `fork` while it leases sandboxes.
         self._acquire_options: dict[str, Any] = {}
         self._closed = False
         self._close_lock = asyncio.Lock()
 
     async def sandbox(self, sandbox_type: type[S]) -> S:
-        """Return the chain's sandbox of this class, which is leased on first use and kept until the context is closed.
+        """Return the chain's sandbox of the given class, leased on first use and kept until the context is closed.
 
         Raises:
             SettingsError: if not exactly one pool matches the class; see `pool`.
-            SandboxError: if the context is closed, no sandbox can be started, or resetting an environment fails.
+            SandboxError: if the context is closed, no sandbox can be started, or an environment cannot be reset.
             PoolTimeout, PoolClosed, LeaseRevoked: if the pool cannot lease a sandbox, or has revoked the lease.
         """
         return typing.cast(S, (await self._lease(self.pool(sandbox_type))).sandbox)
@@ -120,7 +120,7 @@ class Context(Displayable):
             self._leases[pool] = asyncio.ensure_future(self._acquire(pool))
         acquiring = self._leases[pool]
         if not acquiring.done():
-            # `await acquiring` would cancel the shared lease for all tool calls when one of these calls is cancelled.
+            # With `await acquiring`, cancelling one tool call would cancel the lease that is shared by all calls.
             await asyncio.wait([acquiring])
         if acquiring.cancelled():
             raise SandboxError(f"the chain {self.trajectory_id!r} ended while it waited for a {sandbox_type.__name__}")
@@ -129,7 +129,7 @@ class Context(Displayable):
         lease = acquiring.result()
         self.check()
         if lease.turn != self.turn:
-            lease.turn = self.turn  # shown in the pool's snapshot
+            lease.turn = self.turn  # for the pool's snapshot
         return lease
 
     async def _acquire(self, pool: Pool[Any]) -> Any:
@@ -139,7 +139,7 @@ class Context(Displayable):
                 with threads.using(lease.worker):
                     await self._reset_environment(pool, lease.sandbox)
             except BaseException:
-                await pool.release(lease, reusable=False)  # a reset that failed may have left anything behind
+                await pool.release(lease, reusable=False)  # the state after a failed reset is unknown
                 raise
         return lease
 
@@ -155,7 +155,7 @@ class Context(Displayable):
 
     @asynccontextmanager
     async def using(self, sandbox_type: type[S]) -> AsyncIterator[S]:
-        """Async context manager that yields the chain's sandbox of this class, for exclusive use by one tool call.
+        """Yield the chain's sandbox of the given class, for exclusive use by one tool call (an async context manager).
 
         Calls of one turn that use the same sandbox run sequentially, in the order in which the model wrote them.
         """
@@ -175,7 +175,7 @@ class Context(Displayable):
                 )
 
     def pool(self, sandbox_type: type) -> Pool[Any]:
-        """Return the only pool of this sandbox class or, if the class has no pool, the only pool of a subclass."""
+        """Return the only pool for the given sandbox class or, if there is none, the only pool for a subclass."""
         exact = [pool for pool in self.pools if pool.sandbox_type is sandbox_type]
         found = exact or [pool for pool in self.pools if issubclass(pool.sandbox_type, sandbox_type)]
         if len(found) == 1:
@@ -188,7 +188,7 @@ class Context(Displayable):
 
     @property
     def held(self) -> dict[type, Any]:
-        """Sandboxes that the chain currently leases, by class."""
+        """Sandboxes that the chain currently leases, keyed by class."""
         return {pool.sandbox_type: lease.result().sandbox for pool, lease in self._leases.items() if _is_held(lease)}
 
     async def fork(self, trajectory_id: str, *, queue: bool = True) -> Context:
@@ -196,10 +196,10 @@ class Context(Displayable):
 
         Raises:
             SandboxError: if a held sandbox has no `fork`, or `state` cannot be copied. Nothing is leased in this case.
-            PoolTimeout: if no sandbox becomes free in time. With queue=False, also if the fork would have to wait until
-                another chain releases one.
+            PoolTimeout: if no sandbox becomes free in time. With queue=False, also if the fork would have to wait for
+                another chain to release one.
         """
-        # Check all sandboxes and copy the state first, so that nothing must be released if the chain cannot fork.
+        # Check all sandboxes and copy the state first, so that nothing needs to be released if the chain cannot fork.
         for sandbox_type, sandbox in self.held.items():
             if not callable(getattr(sandbox, "fork", None)):
                 raise SandboxError(
@@ -223,7 +223,7 @@ class Context(Displayable):
             ) from error
         twin.fields._own = copy.deepcopy(self.fields._own)
         twin.reset_results = dict(self.reset_results)
-        # Only the leases of the fork itself must not wait.
+        # Only the leases acquired here must not wait.
         if not queue:
             twin._acquire_options = {"queue": False}
         try:
@@ -286,7 +286,7 @@ async def temporary_context(
             own.append(Pool(sandbox_type, size=1))
     context = Context(task, trajectory_id=f"try {task.id}", pools=[*given, *own])
     try:
-        with threads.using():  # not the sandboxes of a tool that makes this call
+        with threads.using():  # do not run in the threads of the sandboxes of a tool that makes this call
             yield context
     finally:
         try:

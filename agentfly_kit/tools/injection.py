@@ -1,4 +1,4 @@
-"""Base class of tools and rewards, which injects arguments into user functions according to their annotations."""
+"""Base class of tools and rewards, which injects arguments into user functions based on their annotations."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Injection:
 # `facts: FromTask[dict]` injects the task field "facts". The parameter is hidden from the model.
 FromTask: TypeAlias = Annotated[T, Injection("field")]
 
-# `browser: FromPool[Browser]` injects a sandbox from the pool of `Browser`. Classes with the methods `run` and `close`
+# `browser: FromPool[Browser]` injects a sandbox from the pool for `Browser`. Classes with the methods `run` and `close`
 # are recognized as sandboxes without `FromPool`.
 FromPool: TypeAlias = Annotated[T, Injection("sandbox")]
 
@@ -58,12 +58,12 @@ def injection(annotation: Any) -> Injection | None:
 
 
 class InjectedFunction(Generic[P, R]):
-    """User function with injected arguments. Base class of `Tool` and `Reward`. Instances are called like the function.
+    """Base class of `Tool` and `Reward`: a user function with injected arguments, which can be called as before.
 
     Attributes:
         function: The decorated function.
         name: Name of the tool or reward.
-        timeout: Limit in seconds for one call of the function, or None.
+        timeout: Time limit for one call of the function, in seconds, or None.
         task_fields: Names of the task fields that are injected into parameters without a default.
     """
 
@@ -81,10 +81,10 @@ class InjectedFunction(Generic[P, R]):
         *,
         open_arguments: bool = False,
     ) -> None:
-        """Read the parameters of the function, and determine which of them are injected.
+        """Determine which parameters of the function are injected.
 
-        A parameter whose annotation requests an injection is always injected. If `injected_names` is given, the other
-        parameters are injected too: a listed parameter receives the value of its name, and any other a task field. With
+        A parameter whose annotation requests an injection is always injected. If `injected_names` is given, all other
+        parameters are injected too: those listed receive the value with the same name, and the rest a task field. With
         `open_arguments`, the function may accept `**arguments`, because a schema defines the names and types.
         """
         shown = getattr(function, "__qualname__", repr(function))
@@ -119,7 +119,7 @@ class InjectedFunction(Generic[P, R]):
         outer = plain.__qualname__.rpartition(".")[0]  # "", "Class", "maker.<locals>" or "maker.<locals>.Class"
         # A function is a method if it is defined in a class body and its first parameter is `self`.
         self._method = bool(parameters) and parameters[0].name == "self" and outer != "" and not outer.endswith(">")
-        # All parameters by name, with resolved annotations. `_hidden` describes those that are injected.
+        # All parameters by name, with resolved annotations. `_hidden` contains the injected ones.
         self._parameters: dict[str, inspect.Parameter] = {}
         self._hidden: dict[str, Injection] = {}
         for p in parameters[1:] if self._method else parameters:
@@ -136,7 +136,7 @@ class InjectedFunction(Generic[P, R]):
                 injected = Injection(p.name if p.name in injected_names else "field")
             if injected is not None:
                 self._hidden[p.name] = injected
-        # Reject reward functions written for TRL or verifiers, whose parameters have these names.
+        # Reject reward functions written for TRL or verifiers, which have parameters with these names.
         for name in ("completion", "completions", "prompts"):
             if self._injected_names and name in self._hidden and not set(self._injected_names) & set(self._hidden):
                 raise self._error(f"parameter {name!r} cannot be injected{self._injectable()}")
@@ -161,7 +161,7 @@ class InjectedFunction(Generic[P, R]):
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         function = self._bound()
         if inspect.iscoroutinefunction(function):
-            # A PendingCall is like a coroutine, but a missing await gives a clear error.
+            # A PendingCall behaves like a coroutine, but raises a clear error if it is not awaited.
             return typing.cast(R, PendingCall(f"{self.name}(...)", lambda: function(*args, **kwargs)))
         return function(*args, **kwargs)
 
@@ -174,12 +174,12 @@ class InjectedFunction(Generic[P, R]):
 
     @property
     def source(self) -> str:
-        """Source code that the function currently runs."""
+        """Source code of the function as currently loaded."""
         return source_of(self.function)
 
     @property
     def fingerprint(self) -> str:
-        """Hash of the source code, of the constants and functions that the code uses, and of the settings."""
+        """Hash of the source code, the constants and functions that it uses, and the settings."""
         return function_fingerprint(self.function, self._settings())
 
     @property
@@ -188,7 +188,7 @@ class InjectedFunction(Generic[P, R]):
         return tuple(dict.fromkeys(i.sandbox_type for i in self._hidden.values() if i.source == "sandbox"))
 
     def redefined(self) -> bool:
-        """Return True if the function was later redefined with different source code, for example in a notebook."""
+        """Return True if the function has been redefined since with different code, for example in a notebook."""
         now = current_definition(self.function)
         return (
             isinstance(now, InjectedFunction)
@@ -197,7 +197,7 @@ class InjectedFunction(Generic[P, R]):
         )
 
     def check(self, tasks: Iterable[Task]) -> None:
-        """Raise `TaskError` for the first task that lacks a required field."""
+        """Raise `TaskError` if a task lacks a required field."""
         for task in tasks:
             for name in self.task_fields:
                 if name not in task.fields:
@@ -215,7 +215,7 @@ class InjectedFunction(Generic[P, R]):
     async def _inject(
         self, context: Context, fields: Mapping[str, Any], **values: Any
     ) -> AsyncIterator[dict[str, Any]]:
-        """Yield the injected arguments, with exclusive use of the sandboxes. `values` holds other injectable values."""
+        """Yield the injected arguments, with exclusive use of the sandboxes. `values` are other injectable values."""
         self.check([context.task])
         values["context"] = context
         sandbox_types = {n: i.sandbox_type for n, i in self._hidden.items() if i.source == "sandbox"}
@@ -236,7 +236,7 @@ class InjectedFunction(Generic[P, R]):
 async def _hold(context: Context, sandbox_types: Mapping[str, type]) -> AsyncIterator[dict[str, Any]]:
     """Yield the context's sandboxes of the given classes while holding them exclusively."""
     async with AsyncExitStack() as stack:
-        # Acquire sandboxes in a fixed global order, so that two calls that need the same sandboxes cannot deadlock.
+        # Acquire sandboxes in a fixed global order, so that calls that need the same sandboxes cannot deadlock.
         yield {
             name: await stack.enter_async_context(context.using(sandbox_type))
             for name, sandbox_type in sorted(sandbox_types.items(), key=lambda item: item[1].__qualname__)
@@ -271,11 +271,11 @@ class FunctionSet(Sequence[F]):
         return tuple(dict.fromkeys(sandbox_type for f in self for sandbox_type in f.sandbox_types))
 
     def redefined(self) -> tuple[str, ...]:
-        """Return the names of functions that were redefined later. The set still contains the old definitions."""
+        """Return the names of functions that have been redefined since. The set still contains the old definitions."""
         return tuple(f.name for f in self if f.redefined())
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """Raise `TaskError` for the first task that lacks a field required by any of the functions."""
+        """Raise `TaskError` if a task lacks a field that one of the functions requires."""
         for function in self:
             function.check(tasks)
 

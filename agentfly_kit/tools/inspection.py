@@ -19,14 +19,14 @@ from typing import Any
 
 from agentfly_kit.seeds import digest
 
-_sources: dict[int, str] = {}  # source by id of the code object, as read when the code object was first seen
+_sources: dict[int, str] = {}  # source code read when a code object was first seen, keyed by id of the code object
 
 
 def source_of(function: Callable[..., Any]) -> str:
-    """Return the source code of a function or, if it cannot be read, text with a hash of the bytecode.
+    """Return the source code of a function or, if it cannot be read, a string with a hash of the bytecode.
 
-    The source is read only once per code object, because the file may change while the old code still runs. After an
-    autoreload, the function has a new code object, for which the source is read again.
+    The source is read only once per code object, because the file may change while the old code is still in use. After
+    an autoreload, the function has a new code object, for which the source is read again.
     """
     plain = underlying(function)
     code = getattr(plain, "__code__", None)
@@ -45,7 +45,7 @@ def _read_source(function: Callable[..., Any], code: pytypes.CodeType) -> str:
     source = textwrap.dedent(inspect.getsource(function))
     if code.co_name == "<lambda>" or re.search(rf"^(async\s+)?def\s+{code.co_name}\b", source, re.MULTILINE):
         return source
-    # Find the definition by name, because its recorded line may be wrong after an autoreload or a change of the file.
+    # Find the definition by name, because its line number may be wrong after an autoreload or a change to the file.
     lines = linecache.getlines(code.co_filename)
     node: Any = ast.parse("".join(lines))
     outer = [part for part in function.__qualname__.split(".")[:-1] if part != "<locals>"]
@@ -56,11 +56,11 @@ def _read_source(function: Callable[..., Any], code: pytypes.CodeType) -> str:
 
 
 def function_fingerprint(function: Callable[..., Any], *more: str) -> str:
-    """Return a hash (16 hex digits) of a function's source code, the constants and user functions it uses, and `more`.
+    """Return a hash (16 hex digits) of a function's source, the constants and user functions that it uses, and `more`.
 
-    User functions are those defined in the module of `function` or outside installed packages. Constants, and the
-    arguments of a `functools.partial`, are included only if they are immutable (numbers, strings, tuples), because
-    lists, dicts and objects may hold state.
+    User functions are those defined in the module of `function` or outside installed packages. Constants and arguments
+    of a `functools.partial` are included only if they are immutable (numbers, strings, tuples), because lists, dicts
+    and objects may hold state.
     """
     if isinstance(function, functools.partial):
         fixed = (function.args, tuple(sorted(function.keywords.items())))
@@ -69,7 +69,7 @@ def function_fingerprint(function: Callable[..., Any], *more: str) -> str:
 
 
 def class_source(cls: type) -> str:
-    """Return the source of the methods of a class and its bases, and of the functions and constants that they use.
+    """Return the source of a class and its bases: their methods, with the functions and constants that these use.
 
     Classes that are not user-defined are represented by their names.
     """
@@ -97,7 +97,7 @@ def class_source(cls: type) -> str:
 
 
 def underlying(function: Any) -> Any:
-    """Return the function that a `functools.partial`, a bound method or a decorated function runs."""
+    """Return the function wrapped by a `functools.partial`, a bound method or a decorator."""
     while isinstance(function, functools.partial) or inspect.ismethod(function) or hasattr(function, "__wrapped__"):
         if isinstance(function, functools.partial):
             function = function.func
@@ -107,7 +107,7 @@ def underlying(function: Any) -> Any:
 
 
 def current_definition(function: Callable[..., Any]) -> Any:
-    """Return the object to which the qualified name of a function now refers, or None for local functions."""
+    """Return the object that the qualified name of a function refers to now, or None for local functions."""
     plain = underlying(function)
     value: Any = None
     for i, part in enumerate(plain.__qualname__.split(".")):
@@ -147,7 +147,7 @@ def _referenced_values(function: Callable[..., Any], seen: set[int]) -> list[str
 
 
 def _names_read(code: pytypes.CodeType) -> tuple[set[str], set[str]]:
-    """Return the names of the globals and closure variables that the code reads, and of the attributes it accesses."""
+    """Return the names of the global and closure variables that the code reads, and of the attributes it accesses."""
     outer, attributes = set(code.co_freevars), set()
     for instruction in dis.get_instructions(code):
         if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
@@ -171,7 +171,7 @@ def _is_users(module: str | None, file: str | None) -> bool:
 
 
 def _stable_repr(value: Any) -> str | None:
-    """Return text that represents an immutable value identically in every process, or None for other values."""
+    """Return a representation of an immutable value that is the same in every process, or None for other values."""
     if value is None or isinstance(value, bool | int | float | complex | str | bytes) or value is Ellipsis:
         return repr(value)
     if isinstance(value, tuple | frozenset):
@@ -190,7 +190,7 @@ def type_hints(function: Callable[..., Any]) -> dict[str, Any]:
     try:
         return typing.get_type_hints(function, include_extras=True)
     except NameError:
-        # String annotations can refer to local names of a function or class body that is still being executed.
+        # String annotations may refer to local names of a function or class body that is still being executed.
         local: dict[str, Any] = {}
         frame: pytypes.FrameType | None = sys._getframe()
         while frame is not None:

@@ -17,7 +17,7 @@ from agentfly_kit.pool.pool import Pool
 from agentfly_kit.tools.tool import Tool, ToolSet
 from agentfly_kit.types import ToolResult
 
-# Maximum number of pages in which a server may list its tools. The limit turns an endless list into an error.
+# Maximum number of pages in a server's list of tools, so that an endless list raises an error.
 _PAGES = 100
 
 
@@ -37,20 +37,20 @@ async def mcp(
 ) -> AsyncIterator[MCPTools]:
     """Connect to an MCP server and return its tools: `async with af.toolbox.mcp("python server.py") as tools`.
 
-    The tools are listed once, when the connection is opened. The model sees only the type and size of images and other
-    content that is not text. If the server reports an error, the model sees the error message. If the connection is
-    lost, the chain is unscored.
+    The tools are listed once, when the connection is opened. For images and other content that is not text, the model
+    sees only the type and size. If the server reports an error, the model sees the error message. If the connection is
+    lost, the chain is left unscored.
 
     A server started by a command runs outside of any sandbox with the permissions of this process, and its descriptions
-    and results become part of the prompts. Use only servers that you trust as you would an installed package. Requests
-    from the server, for example to sample from the model, are refused.
+    and results become part of the prompts. Use only servers that you trust like an installed package. Requests from the
+    server, for example to sample from the model, are refused.
 
     Args:
-        server: URL of a server (streamable HTTP); command that starts a server (stdio), as a string or a list of
-            arguments; or another object that `mcp.Client` accepts.
+        server: URL of a server (streamable HTTP), command that starts a server (stdio) as a string or a list of
+            arguments, or another object that `mcp.Client` accepts.
         sessions: Size of a pool from which each chain leases its own session. Pass this pool to the agent:
             `Agent(tools=tools, pools=[tools.pool])`. With 0, all chains share one session.
-        timeout: limit in seconds for connecting and for each call.
+        timeout: time limit in seconds for connecting and for each call.
         max_chars: maximum length of an observation in characters, or None.
 
     Raises:
@@ -61,7 +61,7 @@ async def mcp(
     connect, label = _connector(server)
 
     class MCPSession(_Session):
-        """Session with one server. Pools are found by the class of their sessions, so each server has its own class."""
+        """Session with one server. Pools are looked up by sandbox class, so each server needs its own class."""
 
         def __init__(self) -> None:
             super().__init__(connect, label, timeout)
@@ -83,7 +83,7 @@ async def mcp(
 
 
 def _connector(server: Any) -> tuple[Callable[[Any], Any], str]:
-    """Return (connect, name). `connect(errors)` creates the argument of `mcp.Client`; `errors` is a file for stderr."""
+    """Return (connect, name). `connect(errors)` creates the argument of `mcp.Client`; stderr is written to `errors`."""
     try:
         from mcp import StdioServerParameters, stdio_client
     except ImportError as error:
@@ -99,7 +99,7 @@ def _connector(server: Any) -> tuple[Callable[[Any], Any], str]:
 
 
 class _Session:
-    """Connection to an MCP server. A separate asyncio task opens and closes it, because one task must do both."""
+    """Connection to an MCP server, opened and closed in a separate asyncio task, because one task must do both."""
 
     def __init__(self, connect: Callable[[Any], Any], label: str, timeout: float) -> None:
         self._connect, self._label, self._timeout = connect, label, timeout
@@ -151,7 +151,7 @@ class _Session:
             await asyncio.wait([task])
 
     async def close(self) -> None:
-        """End the session, even if the caller is cancelled. If a command started the server, the server ends too."""
+        """End the session, even if the caller is cancelled. A server that was started by a command is stopped."""
         task, self._task = self._task, None
         self._stop.set()
         if task is not None:
@@ -181,7 +181,7 @@ class _Session:
         return ToolResult(not result.is_error, _text(result))
 
     async def _request(self, request: Callable[[Any], Any]) -> Any:
-        """Send a request and return its result. Other messages from the server do not extend the timeout."""
+        """Send a request and return its result. Other messages from the server do not extend the time limit."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
@@ -209,7 +209,7 @@ def _innermost(error: BaseException) -> BaseException:
 
 
 def _tool(listed: Any, session: Any, timeout: float, max_chars: int | None) -> Tool[..., Any]:
-    """Return a tool that calls the server's tool `listed`. `session` is a session or the class of sessions to lease."""
+    """Create a tool that calls the server's tool `listed`. `session` is a session or the class of sessions to lease."""
     its_name = listed.name  # may contain characters that are not allowed in the name of a `Tool`
     name = re.sub(r"[^a-zA-Z0-9_-]", "_", its_name)[:64]
     name = name if re.match(r"[a-zA-Z_]", name) else f"_{name}"[:64]
@@ -242,7 +242,7 @@ def _tool(listed: Any, session: Any, timeout: float, max_chars: int | None) -> T
 
 
 def _text(result: Any) -> str:
-    """Return the content of a result as text. Structured content is used only if there is no other content."""
+    """Return the content of a result as text. Structured content is used only if there is nothing else."""
     parts = []
     for block in result.content:
         if block.type == "text":

@@ -1,4 +1,4 @@
-"""Conversion of the values that tools return to observations, the text that the model sees."""
+"""Conversion of values returned by tools to observations, the text that the model sees."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from agentfly_kit.types import ToolResult
 
 
 def to_result(value: Any) -> ToolResult:
-    """Convert the return value of a tool to text in a ToolResult. Data URLs become descriptions."""
+    """Convert the return value of a tool to a ToolResult. Data URLs are replaced with descriptions."""
     if isinstance(value, SandboxResult):
         return ToolResult(value.ok, value.text, truncated=value.truncated)
     if not isinstance(value, ToolResult):
@@ -29,7 +29,7 @@ def to_result(value: Any) -> ToolResult:
     return replace(value, observation=_DATA_URL.sub(_describe_url, value.observation))
 
 
-# Image or other data in a result, which would fill the prompt with base64. Short data may be text to be read.
+# Base64 data in a result, such as an image, which would fill the prompt. Short data may be text for the model to read.
 _DATA_URL = re.compile(r"data:(\w+)(/[\w.+-]+)(?:;[\w=.+-]+)*;base64,([\w+/-]{64,}=*)")
 _IMAGE = re.compile(rb"(?P<png>\x89PNG)|(?P<jpeg>\xff\xd8\xff)|(?P<gif>GIF8)|(?P<webp>RIFF....WEBP)", re.DOTALL)
 _ANY: TypeAdapter[Any] = TypeAdapter(Any)
@@ -40,7 +40,7 @@ def _describe_url(url: re.Match[str]) -> str:
 
 
 def _describe_bytes(value: Any) -> Any:
-    """Replace the bytes in lists and dicts by their text or, if they are not text in UTF-8, by a description."""
+    """Replace bytes, including those in lists and dicts, with the decoded text or, if not UTF-8, a description."""
     if isinstance(value, dict):
         return {key: _describe_bytes(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -57,9 +57,9 @@ def _describe_bytes(value: Any) -> Any:
 
 
 def to_text(value: Any) -> str:
-    """Return a string unchanged, "" for None, and other values as compact JSON. Raise TypeError if this fails.
+    """Convert a value to text: "" for None, strings unchanged, and other values as compact JSON.
 
-    Bytes are decoded or, if they are not UTF-8, described.
+    Bytes are decoded or, if they are not UTF-8, described. TypeError is raised for values without a representation.
     """
     if value is None:
         return ""
@@ -74,7 +74,7 @@ def to_text(value: Any) -> str:
         plain = convert(value)
     except UnicodeDecodeError:
         plain = convert(_describe_bytes(_ANY.dump_python(value, warnings=False)))
-    # Dates, paths and enum members become strings, which are shown without quotes, like returned strings.
+    # Dates, paths and enum members become strings, which are shown without quotes like other strings.
     return plain if isinstance(plain, str) else json.dumps(plain, ensure_ascii=False, separators=(",", ":"))
 
 
@@ -92,7 +92,7 @@ def _json_fallback(value: Any) -> Any:
 
 
 def fit_result(result: ToolResult, max_chars: int | None) -> ToolResult:
-    """Truncate the observation to `max_chars` characters, and replace lone surrogates, which cannot be tokenized."""
+    """Truncate the observation to `max_chars` characters and replace lone surrogates, which cannot be tokenized."""
     text = result.observation
     if not text.isascii():
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -1,4 +1,4 @@
-"""Conversion of function signatures to JSON schemas, and of JSON values to arguments."""
+"""Conversion of function signatures to JSON schemas and of JSON values to arguments."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ REQUIRED: Any = inspect.Parameter.empty
 
 
 def parse_docstring(text: str | None, owner: str) -> tuple[str, dict[str, str]]:
-    """Parse a Google, NumPy or Sphinx docstring. Return the description of `owner` and those of its parameters."""
+    """Parse a Google, NumPy or Sphinx docstring. Return the descriptions of `owner` and of its parameters."""
     try:
         parsed = docstring_parser.parse(text or "")
     except docstring_parser.ParseError as error:
@@ -31,7 +31,7 @@ def parse_docstring(text: str | None, owner: str) -> tuple[str, dict[str, str]]:
 
 
 class Parameter(NamedTuple):
-    """Parameter of a tool that the model sees. Unlike in `inspect.Parameter`, the name may be any string."""
+    """Parameter of a tool as seen by the model. Unlike in `inspect.Parameter`, the name may be any string."""
 
     name: str
     annotation: Any
@@ -39,10 +39,10 @@ class Parameter(NamedTuple):
 
 
 class Arguments:
-    """Parameters of the function `owner` that the model sees. Generates their JSON schema and validates JSON values.
+    """Visible parameters of the function `owner`. Generates their JSON schema and validates JSON values.
 
-    A description in an annotation takes precedence over a description in the docstring. With `optional`, parameters do
-    not need a description. If `schema` is given, it is used unchanged.
+    A description in an annotation takes precedence over one in the docstring. With `optional`, parameters do not need a
+    description. If `schema` is given, it is used unchanged.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Arguments:
 
     @classmethod
     def from_schema(cls, owner: str, schema: Any) -> Arguments:
-        """Create an instance from the JSON schema of an object. Only the names and types of arguments are validated."""
+        """Create an instance from the JSON schema of an object. Only names and types of arguments will be validated."""
         properties = schema.get("properties", {}) if isinstance(schema, Mapping) else None
         if not isinstance(properties, Mapping) or schema.get("type", "object") != "object":
             raise ToolSchemaError(
@@ -132,7 +132,7 @@ class Arguments:
             ) from None
 
     def validate(self, given: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-        """Convert JSON values to arguments. Return (arguments, ""), or ({}, message for the model) on failure."""
+        """Convert JSON values to arguments. Return (arguments, ""), or ({}, message for the model) if this fails."""
         values: dict[str, Any] = {}
         problems: list[str] = []
         for name, parameter in self.parameters.items():
@@ -143,7 +143,7 @@ class Arguments:
             try:
                 values[name] = self._adapters[name].validate_python(given[name])
             except ValidationError as error:
-                # Models write null for arguments that they do not need, so null means the default here and in objects.
+                # Models write null for values that they do not need, so use the default, also inside objects.
                 if given[name] is None and parameter.default is not REQUIRED:
                     continue
                 try:
@@ -157,7 +157,7 @@ class Arguments:
 
     @property
     def signature(self) -> str:
-        """Signature with JSON types, for the model, such as `(expression: string, digits: integer = 2)`."""
+        """Signature with JSON types for the model, such as `(expression: string, digits: integer = 2)`."""
         texts = []
         for name, entry in self.schema["properties"].items():
             end = "" if self.parameters[name].default is REQUIRED else f" = {json.dumps(entry.get('default'))}"
@@ -165,14 +165,14 @@ class Arguments:
         return f"({', '.join(texts)})"
 
 
-# Python type for each JSON type. For "number", integers are accepted too, so that they are not converted to floats.
+# Python type for each JSON type. "number" also accepts integers, so that they are not converted to floats.
 _TYPES: dict[str, Any] = {
     "string": str, "integer": int, "number": int | float, "boolean": bool, "array": list, "object": dict, "null": None,
 }  # fmt: skip
 
 
 def _annotation(part: Mapping[str, Any]) -> Any:
-    """Return the Python type of the values that a part of a JSON schema describes, or Any if the type is unknown."""
+    """Return the Python type that corresponds to a part of a JSON schema, or Any if it is unknown."""
     if "enum" in part or "const" in part:
         values = part.get("enum", [part.get("const")])
         return Literal[tuple(values)] if all(isinstance(v, str | int | None) for v in values) else Any
@@ -205,9 +205,9 @@ def _description_in(annotation: Any) -> str | None:
 
 
 def _simplify(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, Any]:
-    """Remove titles and replace each $ref by its definition. Definitions that contain a recursive type stay in $defs.
+    """Remove titles and replace each $ref with its definition. Definitions that contain recursive types stay in $defs.
 
-    Titles generated by Pydantic only repeat the names, and would use tokens in every prompt.
+    Titles generated by Pydantic only repeat the names and would waste tokens in every prompt.
     """
     schema = _rewrite({**schema, "$defs": definitions}, {})
     while inlined := {name: d for name, d in schema["$defs"].items() if '"$ref"' not in json.dumps(d)}:
@@ -219,7 +219,7 @@ def _simplify(schema: dict[str, Any], definitions: dict[str, Any]) -> dict[str, 
 
 
 def _rewrite(part: Any, definitions: Mapping[str, Any]) -> Any:
-    """Return a copy without titles, in which each $ref to an entry of `definitions` is replaced by that entry."""
+    """Return a copy without titles in which each $ref to an entry of `definitions` is replaced with that entry."""
     if isinstance(part, list):
         return [_rewrite(each, definitions) for each in part]
     if not isinstance(part, dict):
@@ -237,7 +237,7 @@ def _rewrite(part: Any, definitions: Mapping[str, Any]) -> Any:
 
 
 def type_name(entry: Mapping[str, Any]) -> str:
-    """Return a short name for the type that a JSON schema describes."""
+    """Return a short name for the type described by a JSON schema."""
     if "enum" in entry or "const" in entry:
         return " | ".join(json.dumps(value, ensure_ascii=False) for value in entry.get("enum", [entry.get("const")]))
     if "anyOf" in entry:

@@ -18,7 +18,7 @@ MAX_SOURCE = 64_000
 _PLAIN: dict[str, Any] = {
     "str": str, "int": int, "float": float, "bool": bool, "list": list, "dict": dict, "Any": Any,
 }  # fmt: skip
-# Program that calls the tool in the sandbox. `_call_tool` is its only global name, so the model's variables are kept.
+# Program that calls the tool in the sandbox. Its only global name is `_call_tool`, so the model's variables are kept.
 _PROGRAM = """\
 def _call_tool():
     import __future__, json
@@ -33,7 +33,7 @@ _call_tool()
 
 @dataclass(frozen=True)
 class Written:
-    """Source code of a function, with the name, description and JSON schema that were parsed from it."""
+    """Source code of a function, with the name, description and JSON schema parsed from it."""
 
     source: str
     name: str
@@ -57,7 +57,7 @@ def parse_source(source: str, timeout: float = 10.0) -> Written:
         raise ToolSchemaError(f"line {error.lineno}: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise ToolSchemaError(f"source must be Python code, got {type(error).__name__}: {error}") from None
-    # Other statements would run when the sandbox defines the function, outside of any call.
+    # Other statements would be executed when the function is defined in the sandbox, outside of the call.
     for node in body:
         if not isinstance(node, ast.FunctionDef):
             raise _error(
@@ -70,7 +70,7 @@ def parse_source(source: str, timeout: float = 10.0) -> Written:
     assert isinstance(function, ast.FunctionDef)
     if function.decorator_list:
         raise _error(function.decorator_list[0], "the function must not have decorators")
-    # The calls of a model have named arguments.
+    # Models pass all arguments by name.
     signature = function.args
     for special in (*signature.posonlyargs, signature.vararg, signature.kwarg):
         if special is not None:
@@ -131,7 +131,7 @@ def _annotation(owner: ast.arg, node: ast.expr | None) -> Any:
 
 
 def sandboxed(written: Written) -> Callable[..., Any]:
-    """Return a function that runs the source code of `written` with the given arguments in the chain's sandbox."""
+    """Create a function that runs the source code of `written` in the chain's sandbox with the given arguments."""
     source, name, timeout = written.source, written.name, written.timeout  # part of the fingerprint
 
     async def call(sandbox: PythonSandbox, **arguments: Any) -> SandboxResult:

@@ -1,6 +1,6 @@
-"""`Tool`, a function with a JSON schema that the model can call, and `ToolSet`, which runs the model's calls.
+"""`Tool`, a function with a JSON schema that the model can call, and `ToolSet`, which runs tool calls.
 
-There is no registry. An agent keeps its tool objects even if a later notebook cell reuses their names.
+There is no registry: an agent keeps its tool objects even if a later notebook cell reuses their names.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ _NOT_GIVEN: Any = object()
 
 
 class Tool(Displayable, InjectedFunction[P, R]):
-    """Function that the model can call, created by `@tool`. A tool can also be called like the original function.
+    """Function that the model can call, created by `@tool`. It can also be called like the original function.
 
     `schema` describes the tool to the model, without hidden parameters. `try_` returns the result that the model would
-    see. `fingerprint` is a hash of the source code, of the constants and functions that it uses, and of the schema.
+    see. `fingerprint` is a hash of the source code, the constants and functions that it uses, and the schema.
     """
 
     kind = "tool"
     error_type = ToolSchemaError
-    # Source code of a tool made by `from_source`; None for other tools.
+    # Source code of a tool created by `from_source`; None for other tools.
     written: str | None = None
 
     def __init__(
@@ -67,7 +67,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         check_choice("describe", describe, Describe)
         self.max_chars = max_chars
         self._instance: Any = None
-        # Each call receives copies of these mutable defaults.
+        # Mutable defaults, of which each call receives a copy.
         self._defaults = {n: p.default for n, p in self._parameters.items() if type(p.default).__hash__ is None}
         if not _NAME.fullmatch(self.name):
             raise ToolSchemaError(
@@ -75,7 +75,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
                 "choose another name: @af.tool(name=...)"
             )
         plain = underlying(self.function)
-        # If `__call__` has no docstring, use the docstring of its class. `getdoc` would return that of `type.__call__`.
+        # If `__call__` has no docstring, use that of the class. `getdoc` would return the one of `type.__call__`.
         is_object = plain.__name__ == "__call__" and not plain.__doc__
         own = inspect.getdoc(type(getattr(self.function, "__self__", None)) if is_object else plain)
         documentation, documented = parse_docstring(own, self.name)
@@ -101,7 +101,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
     ) -> Tool[..., Any]:
         """Create a tool from a JSON schema instead of type annotations.
 
-        Before `call(**arguments)` runs, the names and types of the arguments are checked against the schema. Other
+        The names and types of the arguments are checked against the schema before `call(**arguments)` runs. Other
         constraints are not checked. Arguments that the model omits are not passed.
 
         Args:
@@ -110,11 +110,11 @@ class Tool(Displayable, InjectedFunction[P, R]):
             call: callable that receives the arguments by name. Parameters annotated with a sandbox class,
                 `FromTask[...]` or `Context` are injected.
             description: description shown to the model; by default that of the schema, or the docstring of `call`.
-            timeout: limit in seconds for one call, or None.
+            timeout: time limit for one call in seconds, or None.
             max_chars: maximum length of the observation in characters, or None.
 
         Raises:
-            ToolSchemaError: if `schema` does not describe an object, or `call` is not a function.
+            ToolSchemaError: if `schema` does not describe an object, or if `call` is not a function.
         """
         if isinstance(schema, Mapping) and isinstance(given := schema.get("function"), Mapping):
             description = given.get("description") if description is None else description
@@ -130,18 +130,18 @@ class Tool(Displayable, InjectedFunction[P, R]):
     ) -> Tool[..., Any]:
         """Create a tool from the source code of one function, which runs only in the chain's `PythonSandbox`.
 
-        This process only parses the text and never executes it. The function needs a docstring, and its parameters need
-        descriptions and types: str, int, float, bool, list, dict, Literal and unions of these. Every call defines the
-        function again, so that other code in the sandbox cannot replace it.
+        This process only parses the source and never executes it. The function needs a docstring, and its parameters
+        need descriptions and types: str, int, float, bool, list, dict, Literal and unions of these. Each call defines
+        the function anew, so that other code in the sandbox cannot replace it.
 
         Args:
             source: source code of the function, at most 64,000 characters. Imports must be inside the function.
             name: name shown to the model; the function's name by default.
-            timeout: limit in seconds for one call.
+            timeout: time limit for one call in seconds.
             max_chars: maximum length of the observation in characters, or None.
 
         Raises:
-            ToolSchemaError: if `source` is not such a function. The error message contains the line number.
+            ToolSchemaError: if `source` is not a function of this form. The error message contains the line number.
         """
         from agentfly_kit.tools.source import parse_source, sandboxed
 
@@ -156,7 +156,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
     # --- methods ---
 
     def __get__(self, instance: Any, owner: type | None = None) -> Tool[..., R]:
-        """Bind a tool created from a method to `instance`, as for ordinary methods."""
+        """Bind a tool created from a method to `instance`, like an ordinary method."""
         if instance is None or not self._method:
             return self
         bound = copy.copy(self)
@@ -167,7 +167,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         return self.function if self._instance is None else pytypes.MethodType(self.function, self._instance)
 
     def require_instance(self) -> None:
-        """Raise `ToolSchemaError` if the tool is a method that is not bound to an instance."""
+        """Raise `ToolSchemaError` if the tool is an unbound method."""
         if self._method and self._instance is None:
             owner = self.__qualname__.rpartition(".")[0].rpartition(".")[2]
             raise ToolSchemaError(
@@ -187,7 +187,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
 
     @property
     def source(self) -> str:
-        """Source code that the tool runs."""
+        """Source code of the tool."""
         return super().source if self.written is None else self.written
 
     def _settings(self) -> str:
@@ -195,7 +195,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
 
     @property
     def content(self) -> tuple[str, int | None]:
-        """Fingerprint, and `id()` of the instance if the tool is a bound method. `ToolSet.__eq__` compares both."""
+        """Fingerprint and, for a bound method, `id()` of the instance, which `ToolSet.__eq__` compares."""
         instance = self._instance if self._instance is not None else getattr(self.function, "__self__", None)
         return self.fingerprint, None if instance is None else id(instance)
 
@@ -210,10 +210,10 @@ class Tool(Displayable, InjectedFunction[P, R]):
     async def try_(
         self, /, *positional: Any, task: Any = _NOT_GIVEN, pool: Any = _NOT_GIVEN, **arguments: Any
     ) -> ToolResult:
-        """Run one call interactively and return its result as the model would see it.
+        """Call the tool interactively and return the result as the model would see it.
 
-        Arguments are validated, sandboxes are leased temporarily, and failures become text. If the model sees a
-        parameter named `task` or `pool`, the argument of this name is passed to the tool instead.
+        Arguments are validated, sandboxes are leased temporarily, and failures become text. If the tool has a visible
+        parameter named `task` or `pool`, the argument with this name is passed to the tool instead.
 
         Args:
             *positional: arguments of visible parameters, by position.
@@ -241,9 +241,9 @@ class Tool(Displayable, InjectedFunction[P, R]):
             return await self.invoke(arguments, context)
 
     async def invoke(self, arguments: Mapping[str, Any], context: Context, *, raising: bool = False) -> ToolResult:
-        """Run one call and return its result. Exceptions become failed results, or propagate if `raising` is True.
+        """Call the tool and return its result. Exceptions become failed results or, if `raising` is True, propagate.
 
-        Cancellation, KeyboardInterrupt, and ToolSchemaError for an unbound method always propagate.
+        Cancellation, KeyboardInterrupt, and the ToolSchemaError for an unbound method always propagate.
         """
         self.require_instance()
         try:
@@ -269,7 +269,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
             raise error
         if isinstance(error, ToolError):
             return fit_result(ToolResult(False, str(error), seconds=seconds), self.max_chars)
-        # Hide the details from the model, which cannot fix the tool and could read the answer in a traceback.
+        # Hide the details from the model, which cannot fix the tool and might find the answer in a traceback.
         return ToolResult(False, f"{self.name} failed.", failure_from(f"tool {self.name}", error), seconds)
 
     def _convert(self, value: Any) -> ToolResult:
@@ -297,14 +297,14 @@ def tool(
     describe: Describe = "required",
     description: str | None = None,
 ) -> Tool[P, R] | Callable[[Callable[P, R]], Tool[P, R]]:
-    """Decorate a function as a tool: `@tool`, or `@tool(name=..., timeout=...)`. The function can still be called.
+    """Decorator that turns a function into a tool, as `@tool` or `@tool(name=..., timeout=...)`.
 
-    Bound methods, `functools.partial` objects and objects with a `__call__` method become tools as well. Arguments that
-    a partial fixes are hidden from the model.
+    Bound methods, `functools.partial` objects and objects with a `__call__` method can be tools as well. Arguments
+    fixed by a partial are hidden from the model.
 
     Every parameter needs a type and a description, in the docstring or as `Annotated[int, "..."]`. Parameters annotated
     with a sandbox class (leased for the chain), `FromTask[...]` (a task field) or `Context` are injected and hidden
-    from the model. If the model writes null for an argument whose type does not admit None, the default applies. Each
+    from the model. If the model writes null for an argument whose type does not allow None, the default is used. Each
     call receives its own copy of a mutable default.
 
     A sync function runs in a thread, and a coroutine function on the event loop. A method becomes a tool bound to its
@@ -313,10 +313,10 @@ def tool(
     Args:
         function: the function to decorate.
         name: name shown to the model; the function's name by default.
-        timeout: limit in seconds for one call of the function, or None.
+        timeout: time limit for one call of the function in seconds, or None.
         max_chars: maximum length of the observation in characters, or None.
         describe: "required", or "optional" to allow missing descriptions of the function and its parameters.
-        description: description shown to the model; that of the docstring by default.
+        description: description shown to the model; by default that of the docstring.
 
     Raises:
         ToolSchemaError: if no schema can be generated. The error message names the function and the parameter.
@@ -345,7 +345,7 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
         self.schemas: tuple[dict[str, Any], ...] = tuple(t.schema for t in self)
 
     async def call(self, call: ToolCall, context: Context) -> ToolResult:
-        """Run one tool call of the model. Malformed calls and unknown tools return a failed result."""
+        """Run a tool call. Malformed calls and calls of unknown tools return a failed result."""
         if call.error is not None:
             return ToolResult(False, call.error)
         if call.name not in self._by_name:
@@ -369,7 +369,7 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
             calls: the calls, in the order in which the model wrote them.
             context: context of the chain.
             around: function that returns a context manager in which each call runs.
-            refused: results of the calls that must not run, by position in `calls`.
+            refused: results of calls that must not run, keyed by index in `calls`.
         """
 
         started = [self._call_one(call, context, around, refused.get(i)) for i, call in enumerate(calls)]
@@ -400,11 +400,11 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
             return await self.call(call, context)
 
     def add(self, tool: Tool[..., Any] | Callable[..., Any]) -> ToolSet:
-        """Return a set with `tool` added at the end. No tool of the set may have the same name."""
+        """Return a set with `tool` added at the end. Its name must not occur in this set."""
         return ToolSet([*self, tool])
 
     def revise(self, tool: Tool[..., Any] | Callable[..., Any]) -> ToolSet:
-        """Return a set in which `tool` replaces the tool of the same name, at the same position.
+        """Return a set in which `tool` replaces the tool with the same name, at the same position.
 
         Raises:
             KeyError: if the set has no tool of this name.
@@ -414,7 +414,7 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
         return ToolSet(new if each is old else each for each in self)
 
     def remove(self, name: str) -> ToolSet:
-        """Return a set without the tool of this name.
+        """Return a set without the tool of the given name.
 
         Raises:
             KeyError: if the set has no tool of this name.
@@ -437,7 +437,7 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
 
 @dataclass(frozen=True)
 class Rerun:
-    """Callable that reruns a tool call on a temporarily leased sandbox. Pickling replaces it with None."""
+    """Callable that reruns a tool call in a temporarily leased sandbox. Pickling replaces it with None."""
 
     tool: Tool[..., Any]
     task: Task

@@ -1,1 +1,1 @@
-"""Training of policies. `loop` contains the training loop, and the other modules contain its components."""
+"""Training of policies. The training loop is in `loop`, and its components are in the other modules."""

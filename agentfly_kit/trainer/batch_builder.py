@@ -1,4 +1,4 @@
-"""Conversion of a rollout into a training batch: collation, filters and advantages."""
+"""Conversion of a rollout to a training batch: collation, filters and advantages."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ class BatchBuilder:
         self.reference: Policy | None = None
 
     def build(self, rollout: Rollout, kl_coef: float, baselines: Mapping[str, float] | None = None) -> Batch:
-        """Build the batch of a rollout.
+        """Build the training batch for a rollout.
 
         Args:
             rollout: Sampled trajectories, in groups.
-            kl_coef: Current coefficient of the KL penalty. It is used only if the penalty is part of the reward.
-            baselines: For advantage="remax", the reward of a greedily sampled chain for each task, by task id.
+            kl_coef: Current coefficient of the KL penalty, used only if the penalty is part of the reward.
+            baselines: Rewards of greedily sampled chains for advantage="remax", keyed by task id.
         """
         config, name = self.config, self.config.advantage
         estimator: Any
         kl_in_reward = config.kl_coef > 0 and config.kl_in == "reward"
 
-        # Outcome and turn estimators take one reward per trajectory.
+        # Outcome and turn-level estimators take one reward per trajectory.
         if name not in TOKEN_ESTIMATORS:
             if name == "none" and not self.weights:  # an agent without rewards
                 rollout = Rollout.from_trajectories(_with_rewards(rollout.trajectories), rollout.seconds)
@@ -79,7 +79,7 @@ class BatchBuilder:
             adv = estimator(rewards, batch.mask, trajectory_index=index, **options)
             return batch.replace(advantages=adv)
 
-        # GAE needs the state values before the update and, to bootstrap truncated chains, the value of the last state.
+        # GAE needs the values before the update and, to bootstrap truncated chains, the value of the last state.
         values = self.policy.score(batch, {"value"}, micro_tokens=config.micro_tokens)["value"]
         bootstrap = None
         if config.truncated == "bootstrap" and bool(batch.truncated.any()):
@@ -99,7 +99,7 @@ class BatchBuilder:
         return batch.replace(advantages=adv, returns=returns, values=values)
 
     def _estimator(self, rollout: Rollout, baselines: Mapping[str, float]) -> Callable[..., Tensor]:
-        """Return the configured estimator as a function of rewards and groups, with its other arguments bound."""
+        """Return the configured estimator as a function of rewards and groups, with all other arguments bound."""
         name, trajectories = self.config.advantage, rollout.trajectories
         if callable(name):
             return name
@@ -125,7 +125,7 @@ class BatchBuilder:
         return cast(Callable[..., Tensor], function)
 
     def _turn_estimator(self, rollout: Rollout, name: str) -> Callable[..., Tensor]:
-        """Return "gigpo" or "arpo" as a function of rewards and groups, with the turn data of the rollout bound."""
+        """Return the estimator "gigpo" or "arpo" as a function of rewards and groups, for the turns of the rollout."""
 
         def estimator(rewards: Tensor, groups: Tensor) -> Tensor:
             turns = turn_data(rollout, rewards=[None if math.isnan(r) else r for r in rewards.tolist()])
@@ -138,7 +138,7 @@ class BatchBuilder:
         return estimator
 
     def _collate(self, rollout: Rollout, advantages: Any, truncated: TruncationMode | None = None) -> Batch:
-        """Collate a rollout with the settings of the run. `truncated`, if given, overrides `config.truncated`."""
+        """Collate a rollout with the settings of the run. If given, `truncated` overrides `config.truncated`."""
         config = self.config
         batch = collate(
             rollout,
@@ -163,8 +163,8 @@ class BatchBuilder:
         return batch.replace(ref_logprobs=scored["logprob"])
 
     def _shaped_outcome_batch(self, rollout: Rollout, estimator: Callable[..., Tensor], kl_coef: float) -> Batch:
-        """Build a batch with advantages estimated from the rewards of chains minus their KL penalties."""
-        # With truncated="mask", truncated chains still count in the group mean, so their KL penalty is needed too.
+        """Build a batch whose advantages are estimated from the rewards of chains minus their KL penalties."""
+        # With truncated="mask", truncated chains still count in the group mean, so their KL penalties are needed too.
         keep: TruncationMode = "score" if self.config.truncated == "mask" else self.config.truncated
         every = self._with_reference_logprobs(self._collate(rollout, None, keep))
         penalty = (every.token_rewards - shaped_rewards(every, kl_coef)).nansum(1)
@@ -181,7 +181,7 @@ class BatchBuilder:
 
 
 async def distilled(batch: Batch, teacher: Policy | Engine, config: TrainConfig) -> Batch:
-    """Add the advantages of on-policy distillation, multiplied by `config.teacher_coef`, to those of the batch."""
+    """Add advantages for on-policy distillation, multiplied by `config.teacher_coef`, to those of the batch."""
     if isinstance(teacher, Policy):
         score = functools.partial(teacher.score, batch, {"logprob"}, micro_tokens=config.micro_tokens)
         scored = (await run_in_thread(score))["logprob"]
@@ -232,7 +232,7 @@ def _with_rewards(trajectories: Iterable[Trajectory]) -> tuple[Trajectory, ...]:
 
 
 def _checked(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap an estimator so that BatchError is raised if the estimator fails."""
+    """Wrap an estimator so that its exceptions are raised as BatchError."""
     inner = getattr(estimator, "func", estimator)
     name = getattr(inner, "__name__", type(inner).__name__)
 

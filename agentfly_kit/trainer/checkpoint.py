@@ -1,4 +1,4 @@
-"""Save and load checkpoints, which contain the policy, the optimizer state and the state of the training loop."""
+"""Saving and loading of checkpoints, which contain the policy, the optimizer state and the training loop's state."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class LoopState:
-    """State of the training loop in a checkpoint, in addition to the weights and the optimizer state."""
+    """State of the training loop that is saved in a checkpoint along with the weights and the optimizer state."""
 
     steps: int  # number of completed iterations
     kl_coef: float
@@ -27,9 +27,9 @@ class LoopState:
 
 
 def save(run: Run, policy: Policy, optimizer: torch.optim.Optimizer, loop: LoopState) -> None:
-    """Write a checkpoint. Prefetched chains are omitted if their tasks cannot be saved as JSON.
+    """Save a checkpoint. Prefetched chains are omitted if their tasks cannot be saved as JSON.
 
-    `Policy.save` writes the weights. Weights that cannot be restored unchanged from the saved files (adapters, and
+    The weights are written by `Policy.save`. Those that cannot be restored exactly from these files (adapters, and
     weights that transformers converts when saving) are also stored in `state.pt`.
     """
     with run.new_checkpoint() as folder:
@@ -51,7 +51,7 @@ def save(run: Run, policy: Policy, optimizer: torch.optim.Optimizer, loop: LoopS
             except RunError as error:
                 if isinstance(error.__cause__, OSError):
                     raise
-                # The tasks are not JSON-serializable. Delete the partial file; a resumed run samples the chains again.
+                # The tasks are not JSON-serializable. Delete the partial file. A resumed run samples the chains again.
                 (folder / "ahead.jsonl").unlink(missing_ok=True)
 
 
@@ -81,7 +81,7 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
 
 
 def _saved_weights(policy: Policy, folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights that `Policy.save` wrote to a folder. Tied weights are included under each of their names."""
+    """Read the weights that `Policy.save` wrote to a folder. Tied weights are included under each of their names."""
     from safetensors.torch import load_file
 
     found: dict[str, torch.Tensor] = {}
@@ -108,7 +108,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def save_reference(run: Run, reference: Policy) -> None:
-    """Save the reference policy of a run. Call this before the first checkpoint is written."""
+    """Save the reference policy of a run. Must be called before the first checkpoint is written."""
     file = run.path / "reference.pt"
     try:
         torch.save(reference.state(), file)
@@ -117,7 +117,7 @@ def save_reference(run: Run, reference: Policy) -> None:
 
 
 def load_reference(run: Run, policy: Policy) -> Policy:
-    """Load the frozen reference policy of a run. For a policy with an adapter, this is the base model."""
+    """Load the frozen reference policy of a run. If the policy has an adapter, this is the base model."""
     reference = policy.reference()
     if policy.has_adapter:
         return reference

@@ -1,4 +1,4 @@
-"""Checks that the arguments of a training run are consistent, made before anything is sampled."""
+"""Consistency checks for the arguments of a training run, made before anything is sampled."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from agentfly_kit.types import Task
 
 
 def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path | None) -> None:
-    """Raise an error if the settings of a run do not fit its agent, policy, tasks or processes."""
+    """Raise an error if the settings of a run are inconsistent with its agent, policy, tasks or processes."""
     agent, policy, config, workers = sampler.agent, sampler.policy, sampler.config, sampler.workers
     several = not workers.is_single
     turn_rewards = [r.name for r in agent.reward if r.weight and r.per == "turn"]
     turn_rewards += [f"the steps of {pool.name}" for pool in agent.pools if hasattr(pool.sandbox_type, "_wraps")]
     requirements = [
-        # Settings that need a part which is missing, and parts that no setting uses.
+        # Settings that need a missing argument, and arguments that no setting uses.
         (
             config.advantage != "gae" or policy.value_head is not None,
             "advantage='gae' needs a value head; load the policy with value_head=True",
@@ -28,7 +28,7 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
             f"evaluate_every={config.evaluate_every} needs eval_tasks=, such as tasks.test, and vice versa, got "
             f"{len(eval_tasks)} tasks",
         ),
-        # The rewards must allow advantages other than 0.
+        # The rewards must allow nonzero advantages.
         (
             config.group_size > 1 or config.advantage not in GROUP_ESTIMATORS or agent.after_observation is not None,
             f"group_size must be at least 2 for advantage={config.advantage!r}, got 1; use 'reinforce_plus_plus' or "
@@ -47,7 +47,7 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
             agent.reward or agent.group_reward is not None or config.advantage == "none",
             "agent must have a reward to learn from, got none; add one with agent.replace(reward=...)",
         ),
-        # The chains must be drawn from the policy that is trained.
+        # The chains must be sampled from the policy that is trained.
         (
             not agent.sampling.greedy,
             "temperature must be above 0 in training, got 0; use agent.replace(sampling=af.Sampling(temperature=1.0))",
@@ -57,7 +57,7 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
             "the agent's engine must sample from the policy that is trained; use "
             "agent.replace(engine=af.LocalEngine(policy))",
         ),
-        # Budgets, folders, refills and servers that several processes cannot share.
+        # Budgets, folders, refills and servers cannot be shared by several processes.
         (
             not several or sampler.rollout_workers is None,
             f"workers must be None with {workers.size} processes, each of which runs its own chains",

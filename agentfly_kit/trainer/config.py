@@ -25,18 +25,18 @@ if TYPE_CHECKING:
     from agentfly_kit.agent.branching import Branch
 
 OUTCOME_ESTIMATORS = ("grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl")
-# Outcome estimators that need further inputs. "none" sets all advantages to 0, to train with `teacher_coef` only.
+# Outcome estimators that need further inputs, and "none", which sets all advantages to 0.
 _EXTENDED_ESTIMATORS = ("opo", "gdpo", "remax", "none")
 TURN_ESTIMATORS = ("gigpo", "arpo")
 _WHITENED_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline")
 TOKEN_ESTIMATORS = (*_WHITENED_ESTIMATORS, "optimal_token_baseline")
-# Estimators that read the rewards of turns ("gdpo" as metrics), and "none", which reads no rewards.
+# Estimators that use turn rewards ("gdpo" uses them as metrics), and "none", which uses no rewards.
 SEE_TURN_REWARDS = (*TOKEN_ESTIMATORS, "gigpo", "gdpo", "none")
-# Estimators that compare the chains of a group, so that the only chain of a group has advantage 0.
+# Estimators that compare the chains of a group, so that a single chain would have advantage 0.
 GROUP_ESTIMATORS = (
     *OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, "opo", "gdpo", "reinforce_plus_plus_baseline", "optimal_token_baseline",
 )  # fmt: skip
-# Settings that are used only by some estimators, with the names of these estimators.
+# Settings that only some estimators use, with the names of these estimators.
 _READ_BY = {
     "gamma": ("gae", "reinforce_plus_plus", "gigpo"),
     "lam": ("gae",),
@@ -50,76 +50,76 @@ _READ_BY = {
 @checks_keywords
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(PPOConfig):
-    """Settings of a training run. An iteration is one rollout and one `ppo_step`; an update is one optimizer step.
+    """Settings of a training run. An iteration is a rollout followed by a `ppo_step`; an update is an optimizer step.
 
     Includes all settings of `PPOConfig`, with different defaults for `epochs`, `minibatch` and `max_lag`. The reference
-    policy of the KL penalty is the policy before the first iteration, or the base model if the policy has an adapter.
+    policy for the KL penalty is the policy before the first iteration, or the base model if the policy has an adapter.
 
     Args:
         steps: Number of iterations of the run.
         tasks_per_step: Number of tasks sampled in each iteration.
-        group_size: Number of chains sampled for each task; together they form a group.
-        branch: Sample each group as a tree of `group_size` leaves; see `af.Branch`. None samples independent chains.
+        group_size: Number of chains sampled for each task, which form a group.
+        branch: Settings for sampling each group as a tree; see `af.Branch`. With None, chains are independent.
         advantage: Advantage estimator: "grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl", "opo", "gdpo", "remax",
             "gigpo", "arpo", "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline", or
             the function with one of these names in `af.advantages`. Any other function must map rewards (N,) and groups
             (N,) to advantages of shape (N,), or (N, K) for one advantage per sampled turn (see `turn_data`). "gae"
-            requires a policy with a value head, "gdpo" an agent with several rewards; "remax" runs an additional greedy
-            chain for each task. "none" sets all advantages to 0, to train with `teacher_coef` only.
-        attribution: How "arpo" credits turns that several leaves share: "soft", "hard" or "inverse_branching"; see
-            `af.advantages.arpo`.
+            requires a policy with a value head, and "gdpo" an agent with several rewards. "remax" runs an additional
+            greedy chain for each task. "none" sets all advantages to 0, to train with `teacher_coef` only.
+        attribution: How "arpo" credits turns that several chains have in common: "soft", "hard" or "inverse_branching";
+            see `af.advantages.arpo`.
         teacher_coef: Coefficient of on-policy distillation. This multiple of log p(teacher) - log p(sampler) is added
             to the advantage of each token, to reduce the reverse KL to the `teacher=` of `train`. 0 disables it.
         advantage_per: How outcome estimators count a chain that has several rows: as one member of its group
             ("trajectory"), or as one member per row ("row").
-        sum_turn_rewards: Whether to add the rewards of the turns of a chain to its reward. By default, a run with turn
-            rewards is rejected if its estimator does not read them, which only "gigpo", "gdpo" and token estimators do.
+        sum_turn_rewards: Whether to add the turn rewards of a chain to its reward. By default, a run with turn rewards
+            is rejected unless its estimator uses them, as "gigpo", "gdpo" and token-level estimators do.
         row_credit: How the advantage of a chain is distributed over its rows: "broadcast", "last", "uniform" or
             "geometric"; see `af.advantages.row_credit`. Only for outcome estimators with advantage_per="trajectory".
-        row_discount: Discount factor of row_credit="geometric", applied to the advantage of a row for each later row.
+        row_discount: Discount factor for row_credit="geometric", applied to the advantage of a row for each later row.
         authors: Authors whose sampled tokens are trained on, such as names of roles (see `Turn.author`); None for all.
-        gamma: Discount factor of the rewards, for "gae", "reinforce_plus_plus" and "gigpo".
-        lam: Lambda of generalized advantage estimation, for "gae".
+        gamma: Discount factor for rewards, used by "gae", "reinforce_plus_plus" and "gigpo".
+        lam: Lambda of generalized advantage estimation, used by "gae".
         whiten: Whether to normalize token-level advantages to mean 0 and standard deviation 1 over the sampled tokens
             of the batch, for "gae", "reinforce_plus_plus" and "reinforce_plus_plus_baseline".
-        difficulty: Name of a task field, or function of a task, that gives its difficulty as a number. Each pass over
-            the tasks is sorted by increasing difficulty, and tasks of equal difficulty are shuffled. None shuffles all
-            tasks.
-        lr: Learning rate of the first iteration. The learning rate of a value head is ten times as high.
-        lr_end: Learning rate of the last iteration; the rate changes linearly in between. None keeps `lr` throughout.
-        kl_target: Target KL to the reference policy, in nats per token. The KL coefficient starts at `kl_coef` and is
-            adapted after each iteration; see `af.losses.adaptive_kl_coef`. None keeps the coefficient fixed.
+        difficulty: Name of a task field, or function of a task, that gives the task's difficulty as a number. In each
+            pass over the tasks, they are sorted by increasing difficulty, and tasks of equal difficulty are shuffled.
+            None shuffles all tasks.
+        lr: Learning rate in the first iteration. The learning rate of a value head is ten times as high.
+        lr_end: Learning rate in the last iteration; the rate changes linearly in between. None keeps `lr` throughout.
+        kl_target: Target KL divergence from the reference policy, in nats per token. The KL coefficient starts at
+            `kl_coef` and is adapted after each iteration; see `af.losses.adaptive_kl_coef`. None keeps it fixed.
         kl_horizon: Number of trajectories over which `kl_target` adapts the coefficient.
         max_kl: Maximum approximate KL of an iteration, in nats per token. If it is exceeded, the run ends with a
             TrainingError, the iteration is not recorded, and the weights of the last checkpoint are restored. None sets
-            no limit. Independently of this limit, a run without `difficulty` warns once if the mean reward stays below
+            no limit. Regardless of this limit, a run without `difficulty` warns once if the mean reward stays below
             half of its best value for 3 consecutive iterations.
-        overlap: If 1, sample the chains of the next iteration during the update of the current iteration, with the
-            weights before the update (one step off-policy). A `LocalEngine` then samples from a copy of the policy, and
+        overlap: If 1, sample the chains of the next iteration during the update of the current one, with the weights
+            before the update (one step off-policy). A `LocalEngine` then samples from a copy of the policy, and
             old_logprobs="auto" means "recompute" if `correction` is set, otherwise "engine". If 0, sampling and updates
             alternate.
         filters: Functions, such as those in `af.filters`, that return the reason to exclude a chain, or None. Excluded
             chains are treated as unscored.
-        refill: Maximum number of times per iteration that additional tasks are sampled to replace groups without any
+        refill: Maximum number of times per iteration that additional tasks are sampled to replace groups with no
             remaining chain, until `tasks_per_step` groups remain (dynamic sampling, as in DAPO).
-        truncated: How to treat chains that were truncated by a limit. "score" trains on them like on any other chain;
+        truncated: How to treat chains that were truncated by a limit. "score" trains on them like any other chain;
             "mask" excludes their rows after computing advantages; "penalty" subtracts `truncated_penalty` from their
             reward; "bootstrap", with advantage="gae", adds the value of the state at the cut to their return.
         truncated_penalty: Amount subtracted from the reward with truncated="penalty".
-        max_concurrency: Maximum number of chains that run at the same time, in training and in evaluation.
-        budget: Limits shared by all chains of an iteration. Chains that cannot start within them are not trained on.
+        max_concurrency: Maximum number of chains that run concurrently, in training and in evaluation.
+        budget: Limits shared by all chains of an iteration. Chains that cannot start within these limits are skipped.
         group_budget: Limits shared by the chains of each group.
         evaluate_every: Number of iterations between evaluations on the `eval_tasks=` of `af.train`. The last iteration
             is always evaluated. 0 disables evaluation.
-        checkpoint_every: Number of iterations between checkpoints. The last iteration always writes a checkpoint.
+        checkpoint_every: Number of iterations between checkpoints. A checkpoint is always written after the last one.
         keep: Policies to keep in the folder of the run in addition to the last two checkpoints: "best" keeps the policy
             with the highest success in an evaluation, "all" keeps the policies of all checkpoints and evaluations, and
             "last" keeps none. With AdamW and without `lora`, a checkpoint is three times as large as the policy alone.
         save_rollouts: Whether to save every training rollout in the folder of the run.
-        seed: Seed of the order of the tasks and of the minibatches. Chains are seeded by `Agent.seed`.
+        seed: Seed for the order of tasks and minibatches. Chains are seeded by `Agent.seed`.
 
     Raises:
-        SettingsError: If a value is invalid, settings contradict each other, or a setting that was changed from its
+        SettingsError: If a value is invalid, if settings contradict each other, or if a setting that differs from its
             default has no effect.
     """
 
@@ -186,7 +186,7 @@ class TrainConfig(PPOConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        # First the advantage, because the other checks depend on the name of its estimator.
+        # Check the advantage first, because the other checks depend on the name of the estimator.
         self._check_advantage()
         self._check_effects()
         check_instance("filters", self.filters, list | tuple, "a list of functions, such as af.filters.equal_rewards")
@@ -195,7 +195,7 @@ class TrainConfig(PPOConfig):
         check_instance("authors", self.authors, str | list | tuple | None, "a name, a tuple of names, or None for all")
         if not isinstance(self.difficulty, str | None):
             check_accepts("difficulty", self.difficulty, "task")
-        # Combinations in which a setting would be ignored, or an estimator would get inputs that a run does not have.
+        # Combinations in which a setting would be ignored or an estimator would lack its inputs.
         name = self.advantage
         shaped = self.kl_in == "reward" and self.kl_coef > 0
         whole = (*_EXTENDED_ESTIMATORS, *TURN_ESTIMATORS, *TOKEN_ESTIMATORS)
@@ -244,7 +244,7 @@ class TrainConfig(PPOConfig):
                 raise SettingsError(text)
 
     def _check_advantage(self) -> None:
-        """Raise SettingsError unless `advantage` is the name of an estimator, or a function of rewards and groups."""
+        """Raise SettingsError unless `advantage` is the name of an estimator or a function of rewards and groups."""
         given: Any = self.advantage
         inner = given.func if isinstance(given, functools.partial) else given
         name = getattr(inner, "__name__", str(inner))
@@ -265,7 +265,7 @@ class TrainConfig(PPOConfig):
         check_accepts("advantage", given, "rewards", "groups")
 
     def _check_effects(self) -> None:
-        """Raise SettingsError if a setting that was changed from its default has no effect."""
+        """Raise SettingsError if a setting that differs from its default has no effect."""
         conditions = {
             "kl_target": ("with kl_coef above 0", self.kl_coef > 0),
             "kl_horizon": ("with kl_target", self.kl_target is not None),
@@ -295,6 +295,6 @@ class TrainConfig(PPOConfig):
                 raise SettingsError(f"{name} has an effect only {where}; leave it at {default!r}, got {value!r}")
 
 
-# Add the inherited settings to the docstring, which `TrainConfig?` shows in a notebook.
+# Add the inherited settings to the docstring, so that `TrainConfig?` shows them in a notebook.
 _inherited = (inspect.getdoc(PPOConfig) or "").split("Args:\n")[1].split("\nRaises:")[0]
 TrainConfig.__doc__ = f"{inspect.getdoc(TrainConfig)}\n\nSettings of each step:\n\nArgs:\n{_inherited}"

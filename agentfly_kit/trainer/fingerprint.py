@@ -1,4 +1,4 @@
-"""Fingerprints that identify training runs by settings, tasks, source code, and initial weights."""
+"""Fingerprints, which identify training runs by settings, tasks, source code and initial weights."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 
 def describe(value: Any) -> str:
-    """Serialize a value to text that is the same in every process.
+    """Serialize a value to a string that is the same in every process.
 
-    A function is represented by its source code, and any other object without a JSON form by the name of its type.
+    A function is represented by a hash of its source code, and any other object without a JSON form by its type name.
     """
     try:
         return canonical_json(value)
@@ -37,7 +37,7 @@ def describe(value: Any) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert a setting to JSON values. A function becomes its source code, its fingerprint and any bound arguments."""
+    """Convert a setting to JSON values. Functions are represented by source code, fingerprint and bound arguments."""
     if isinstance(value, functools.partial):
         filled = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in sorted(value.keywords.items()))]
         return {"function": _as_json(value.func), "with": filled}
@@ -61,11 +61,11 @@ def _options(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if isinstance(value, plain) else describe(value) for name, value in values.items()}
 
 
-# Hooks that are part of a fingerprint. `after_chain` and `watch` are omitted, because they do not affect training.
+# Hooks that are included in a fingerprint. `after_chain` and `watch` are omitted, as they do not affect training.
 _HOOKS = ("before_chain", "before_turn", "after_observation", "on_context_full", "group_reward")
 
 
-# Settings that 0.2 lacked. They are recorded only if they are set, so that runs of 0.2 can be continued.
+# Settings added since version 0.2. They are included only if they are set, so that runs of 0.2 can be continued.
 _ADDED = ("sum_turn_rewards",)
 
 
@@ -103,7 +103,7 @@ def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | Engine | 
         },
         "tools": {t.name: {"source": t.source, "fingerprint": t.fingerprint} for t in agent.tools},
         "reward": {r.name: {"source": r.source, "fingerprint": r.fingerprint} for r in agent.reward},
-        # Sizes and time limits of the pools are omitted, because chains that wait longer are the same chains.
+        # Sizes and time limits of pools are omitted, because waiting longer does not change a chain.
         "pools": {
             f"{i} {pool.sandbox_type.__name__}": {
                 "class": _class(pool.sandbox_type),
@@ -124,7 +124,7 @@ def _teacher(teacher: Policy | Engine) -> str:
 
 
 def differences(known: Any, wanted: Any, path: str = "") -> list[str]:
-    """Describe each setting in which two fingerprints differ, with both of its values."""
+    """Describe each setting that differs between two fingerprints, with both values."""
     if isinstance(known, dict) and isinstance(wanted, dict):
         out = []
         for key in sorted({*known, *wanted}):
@@ -151,7 +151,7 @@ def _shortened(value: Any) -> str:
 
 
 def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the settings of a fingerprint as a flat dict with keys such as "lr" and "agent.seed"; see `Run`."""
+    """Flatten the settings of a fingerprint to a dict with keys such as "lr" and "agent.seed"."""
     out: dict[str, Any] = {}
     for key, value in settings.items():
         name = key if prefix in ("", "config.") else prefix + key

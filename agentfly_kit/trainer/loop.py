@@ -1,4 +1,4 @@
-"""The training loop: sample a rollout, compute advantages, update the policy, and record metrics.
+"""The training loop, which samples rollouts, computes advantages, updates the policy, and records metrics.
 
 Each iteration appends a line to `steps.jsonl`. A checkpoint is written every `checkpoint_every` iterations. After an
 interrupt or a crash, calling `train` with the same arguments continues from the last checkpoint.
@@ -72,31 +72,31 @@ def train(
 
     Args:
         agent: Agent that samples the chains with `policy`. It needs a reward unless advantage="none".
-        policy: Policy to train, from its current weights.
+        policy: Policy to train, starting from its current weights.
         tasks: Training tasks.
         config: Settings; None uses the defaults of `TrainConfig`.
         run: Folder of the run. If it contains a run with the same config, agent, tasks and initial policy, that run
-            continues. If that run is complete, its recorded steps are replayed and its final weights are loaded.
+            is continued. If that run is complete, its recorded steps are replayed and its final weights are loaded.
             None creates a temporary folder.
         eval_tasks: Tasks to evaluate every `config.evaluate_every` iterations; this setting must be above 0.
-        resume: False discards the contents of the folder and starts from scratch.
+        resume: Whether to continue a run in the folder. False discards its contents and starts from scratch.
         progress: Whether to show a progress bar. For curves, display `widgets.TrainView(run)` before awaiting the run.
         accelerator: An accelerate.Accelerator with several processes, each of which must make the same call. The tasks
             of an iteration and the rows of an update are distributed over the processes. All processes must have access
             to the folder. Results equal those of a single process up to rounding errors.
-        teacher: Model to distil from, with the vocabulary of `policy`; see `config.teacher_coef`. A Policy, a
-            `VLLMEngine`, or an `OpenAIEngine` connected to a vLLM server. The teacher is not trained.
+        teacher: Model to distill from, with the vocabulary of `policy`: a `Policy`, a `VLLMEngine`, or an
+            `OpenAIEngine` connected to a vLLM server. It is not trained. See `config.teacher_coef`.
         workers: Processes that run the rollouts and evaluations, created by `af.ray.workers`, or None for this process.
             The records are the same in both cases.
 
     Returns:
-        The handle of the run. In each record, `metric_<name>` is the mean of a metric over the scored chains, and
+        A handle for the run. In each record, `metric_<name>` is the mean of a metric over the scored chains, and
         `eval_metric_<name>` is its mean in the evaluation.
 
     Raises:
         RunMismatch: If the folder contains a different run, or a function of the agent was redefined after this call.
         RunError: If the folder is damaged or contains something other than a run.
-        SettingsError: If the settings do not fit the agent, the policy, the tasks or the accelerator.
+        SettingsError: If the settings are inconsistent with the agent, the policy, the tasks or the accelerator.
         TaskError: If there are no tasks.
     """
     check_instance("agent", agent, Agent, "an af.Agent")
@@ -108,7 +108,7 @@ def train(
 
 
 class TrainRun(Handle["TrainRun"], Displayable):
-    """Handle of a training run.
+    """Handle for a training run.
 
     To continue the run after an interrupt, an error, `stop()` or a `break`, await or iterate over the same handle, or
     call `train` again. `stop()`, `pause()` and `resume()` control the run, and `subscribe()` registers callbacks for
@@ -121,7 +121,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         rollout: Training rollout in progress, for live views; None between rollouts.
         stopping: True if the run stops after the current iteration.
         state: "not started", "running", "paused", "stopping", "done", "stopped", "interrupted" or "failed".
-        iterating: True during an iteration; between iterations, another handle may continue the run.
+        iterating: True during an iteration. Between iterations, another handle may continue the run.
         error: Exception that ended the run, or None.
         resumed_from: Number of completed steps when the run was last loaded from its folder.
     """
@@ -153,7 +153,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._trackers = TrackerSet()
         self.run.subscribe(self._trackers.step)
         self._start_over = not resume
-        # Remember the initial weights per folder, so that a second call with the trained policy matches the same run.
+        # Store the initial fingerprint for each folder, so that a second call with the trained policy matches the run.
         key = str(self.path.resolve())
         if self._start_over:
             self.policy.run_fingerprints.pop(key, None)
@@ -168,7 +168,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._latest: tuple[Rollout, Stats | None] | None = None
         # Number of completed iterations, current KL coefficient, and prefetched chains.
         self._state = LoopState(0, self.config.kl_coef)
-        # Number of steps yielded by this handle. They are not yielded again when iteration continues.
+        # Number of steps that this handle has yielded and does not yield again when the run continues.
         self._steps_yielded = 0
         self._prepared = False
         self.iterating = False
@@ -176,14 +176,14 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self.resumed_from = 0
         # Number of steps in the last checkpoint; None until a checkpoint is loaded or written.
         self._saved_steps: int | None = None
-        # Value of `state` when no loop over this handle is in progress.
+        # Value of `state` while no loop over this handle is in progress.
         self._outcome = "not started"
         self._loop: object | None = None  # identifies the current loop over this handle
         self._unpaused = asyncio.Event()
         self._unpaused.set()
 
     def _check_identity(self) -> bool:
-        """Return whether the folder contains this run. Raise RunMismatch if it contains another run."""
+        """Return True if the folder contains this run. Raise RunMismatch if it contains another run."""
         self.fingerprint = fingerprint(self._sampler, self._start, self._updater.teacher)
         return self.run.check(self.fingerprint, resume=not self._start_over)
 
@@ -209,7 +209,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         return "stopping" if self.stopping else "paused" if self.paused else "running"
 
     def describe_kept(self) -> str:
-        """Describe which steps are saved, and which steps must be repeated when the run continues."""
+        """Describe which steps are saved and which must be repeated when the run continues."""
         done = len(self.records)
         saved = done if self._saved_steps is None else self._saved_steps
         kept = f"{_steps(1, saved)} and the checkpoint are kept in {str(self.path)!r}" if saved else "no step is kept"
@@ -218,7 +218,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         return kept + temporary + (again if saved < done else "")
 
     def subscribe(self, callback: Callable[[dict[str, float]], object]) -> Callable[[], None]:
-        """Register a callback that receives the record of each new step. Returns a function that removes it."""
+        """Register a callback that receives the record of each new step. Return a function that unregisters it."""
         return self.run.subscribe(callback)
 
     def track(self, *trackers: Any) -> TrainRun:
@@ -226,18 +226,18 @@ class TrainRun(Handle["TrainRun"], Displayable):
 
         A tracker is an object with the methods of `af.trackers.Tracker`, or a function that is called with each record.
 
-        No record is sent twice, even if the run continues after an interrupt. If a tracker raises, a warning is issued
-        and the run continues without it. With several processes, only the main process sends records.
+        No record is sent twice, even if the run continues after an interrupt. If a tracker raises an exception, a
+        warning is issued and the run continues without it. With several processes, only the main process sends records.
 
         Raises:
-            SettingsError: If a tracker is neither, or was already added.
+            SettingsError: If a tracker is neither of these, or was already added.
         """
         if self._workers.is_main:
             self._trackers.add(trackers)
         return self
 
     def diagnose(self) -> Findings:
-        """Apply `af.diagnose` to the last step and all records, to find reasons why the policy does not learn."""
+        """Apply `af.diagnose` to the last step and all records, to find out why the policy does not learn."""
         from agentfly_kit.diagnosis import diagnose
 
         if self._latest is None:
@@ -246,7 +246,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         return diagnose(rollout, stats=stats, records=self.records)
 
     def stop(self) -> None:
-        """Stop after the current iteration. If the run is paused, resume it first."""
+        """Stop after the current iteration. A paused run is resumed first."""
         self.stopping = True
         self.resume()
 
@@ -283,12 +283,12 @@ class TrainRun(Handle["TrainRun"], Displayable):
         return self
 
     def _update_bar(self, step: TrainStep | None) -> None:
-        """Advance the progress bar to a step, or close it if `step` is None."""
+        """Advance the progress bar to the given step, or close it if `step` is None."""
         if step is not None and self._progress:
             if self._bar is None:
                 from tqdm.auto import tqdm
 
-                # Start at the first executed step, because replayed steps would distort the rate.
+                # Start at the first step that is executed, because replayed steps would distort the rate.
                 self._bar = tqdm(total=self.total, initial=step.step - 1, desc="training", unit="step")
             self._bar.set_postfix(success=f"{step.success:.3f}", refresh=False)
             self._bar.update(step.step - self._bar.n)
@@ -300,7 +300,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._check_identity()  # functions may have changed since `train` was called
         self._check_not_iterating()
         loop = self._loop = object()
-        outcome, self.error = "stopped", None  # also the outcome if the caller's loop ends by `break`
+        outcome, self.error = "stopped", None  # also applies if the caller's loop ends with `break`
         try:
             while (step := await self._next_step()) is not None:
                 yield step
@@ -317,7 +317,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
             outcome, self.error = "failed", error
             raise
         finally:
-            if self._loop is loop:  # no other loop has started since
+            if self._loop is loop:  # no other loop has started in the meantime
                 self._outcome, self._loop, self.stopping = outcome, None, False
                 self._trackers.end(outcome)
                 self.run.lock.release(self)
@@ -348,7 +348,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 try:
                     step = await self._iterate(self._state.steps)
                 except BaseException:
-                    # Reload the checkpoint next time, because the update may have been interrupted halfway.
+                    # Reload the checkpoint next time, because the update may be incomplete.
                     self._prepared = False
                     self._update_bar(None)
                     raise
@@ -450,9 +450,9 @@ class TrainRun(Handle["TrainRun"], Displayable):
     # --- updating ---
 
     async def _update(self, index: int, rollout: Rollout) -> tuple[Stats | None, Rollout, float]:
-        """Build the batch and update the policy. If this fails, save the chains.
+        """Build the batch and update the policy. If this fails, save the rollout.
 
-        Returns the statistics (None if there was nothing to train on), the rollout with drop reasons, and the number of
+        Return the statistics (None if there was nothing to train on), the rollout with drop reasons, and the number of
         updates since the oldest token of the batch was sampled.
         """
         updater, kl_coef = self._updater, self._state.kl_coef
@@ -476,8 +476,8 @@ class TrainRun(Handle["TrainRun"], Displayable):
         """Write the rollout (if requested), the record and the checkpoint (if due) of an iteration."""
         if self.config.save_rollouts:
             rollout.save(self.run.rollout_path(f"step-{state.steps:05d}"))
-        # Write the record before the checkpoint: resuming deletes records newer than the checkpoint, but cannot recover
-        # a missing record.
+        # Write the record before the checkpoint, because resuming deletes records that are newer than the checkpoint
+        # but cannot recover a missing record.
         self.run.append(record)
         due = state.steps % self.config.checkpoint_every == 0 or state.steps == self.total
         if "eval_success" in record or due:

@@ -1,8 +1,8 @@
 """The folder of a training run.
 
 It contains `run.json` (fingerprint of the run), `steps.jsonl` (one flat JSON object per step), `rollouts/`, `policies/`
-(policies of earlier steps), and `checkpoint/` (a policy in the transformers layout, and `state.pt`, which is needed to
-resume the run). If a write is interrupted, the last complete version of the file remains readable.
+(policies of earlier steps), and `checkpoint/` (a policy in the layout of transformers, and `state.pt`, which is needed
+to resume the run). If a write is interrupted, the last complete version of the file remains readable.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Run(Displayable):
     """Folder of a training run, from which the run can be resumed.
 
     `records` contains one flat dict of numbers per step. `subscribe(callback)` registers a callback for new records.
-    `lock` keeps other runs from training in the folder.
+    `lock` prevents other runs from training in the folder.
 
     Args:
         path: The folder, which need not exist.
@@ -64,7 +64,7 @@ class Run(Displayable):
         """
         file = self.path / "run.json"
         wanted = json.loads(dump_json(fingerprint, "the run's fingerprint"))
-        # Never write into a folder with other files, even with resume=False.
+        # Never write to a folder that contains other files, even with resume=False.
         if not file.exists():
             if self.path.exists() and (not self.path.is_dir() or set(self.path.iterdir()) - self._own_files()):
                 raise RunError(f"{self.path} must be an empty or new folder, but it holds something other than a run")
@@ -75,7 +75,7 @@ class Run(Displayable):
             if not resume:
                 return False
             raise RunError(f"{file} is damaged ({error}); use another folder, or resume=False to start over") from error
-        # The file is read also with resume=False, because a newer format must not be overwritten.
+        # The file is read even with resume=False, because a newer format must not be overwritten.
         if not resume:
             return False
         if about["fingerprint"] != wanted:
@@ -87,7 +87,7 @@ class Run(Displayable):
         return True
 
     def _read_about(self) -> dict[str, Any]:
-        """Return the content of `run.json`. Raise RunError if it does not describe a run or has a newer format."""
+        """Return the content of `run.json`. Raise RunError if it does not describe a run or its format is newer."""
         file = self.path / "run.json"
         try:
             about = json.loads(file.read_text(encoding="utf-8"))
@@ -111,7 +111,7 @@ class Run(Displayable):
             raise RunError(f"{self.path / 'run.json'} is missing or damaged ({error})") from error
 
     def flat_settings(self) -> dict[str, Any]:
-        """Return the settings as a flat dict with keys such as "lr" and "agent.seed". Functions become hashes."""
+        """Return the settings as a flat dict with keys such as "lr" and "agent.seed". Functions are hashed."""
         return flat_settings(self.settings())
 
     @property
@@ -142,14 +142,14 @@ class Run(Displayable):
 
     @property
     def start_version(self) -> int:
-        """Version of the policy when the run began: the number of optimizer steps taken before the run."""
+        """Version of the policy at the start of the run: the number of optimizer steps taken before it."""
         try:
             return int(self._read_about().get("start_version", 0))
         except (OSError, ValueError, RunError):
             return 0
 
     def _own_files(self) -> set[Path]:
-        """Return the lock file, and the temporary files left by a process that was killed during `claim`."""
+        """Return the lock file and temporary files left behind by a process that was killed during `claim`."""
         return {*self.path.glob(".run.json.*.tmp"), *self.path.glob(LOCK_FILE)}
 
     def reload(self) -> None:
@@ -160,7 +160,7 @@ class Run(Displayable):
 
     @property
     def records(self) -> list[dict[str, float]]:
-        """Records of the steps, oldest first. An incomplete last line, such as after a crash, is ignored."""
+        """Records of the steps, oldest first. An incomplete last line, left by a crash, is ignored."""
         if self._records is None:
             self._records = self._read_records()
         return self._records
@@ -190,11 +190,11 @@ class Run(Displayable):
             raise RunError(f"{file} could not be written ({error})") from error
 
     def notify(self, record: dict[str, float]) -> None:
-        """Pass a record to the callbacks of `subscribe`. If one raises, warn and continue with the others."""
+        """Call the callbacks of `subscribe` with a record. If one raises an exception, warn and call the others."""
         self._listeners.notify(record)
 
     def subscribe(self, callback: Callable[[dict[str, float]], object]) -> Callable[[], None]:
-        """Register a callback for new records, and return a function that unregisters it."""
+        """Register a callback for new records. Return a function that unregisters it."""
         return self._listeners.subscribe(callback)
 
     def truncate(self, steps: int) -> None:
@@ -226,7 +226,7 @@ class Run(Displayable):
         return Rollout.load(self.rollout_path(f"step-{step:05d}"))
 
     def diagnose(self) -> Findings:
-        """Apply `af.diagnose` to the records and the last saved rollout, to find why the policy does not learn."""
+        """Apply `af.diagnose` to the records and the last saved rollout, to find out why the policy does not learn."""
         from agentfly_kit.diagnosis import diagnose
 
         last = self.rollout_path(f"step-{len(self.records):05d}")
@@ -236,7 +236,7 @@ class Run(Displayable):
 
     @property
     def checkpoint(self) -> Path | None:
-        """Path of the newest complete checkpoint, or None. The last two checkpoints are kept in the folder."""
+        """Path of the newest complete checkpoint, or None. The folder contains the last two checkpoints."""
         for name in ("checkpoint", "checkpoint.before"):
             if (self.path / name / "done").exists():
                 return self.path / name
@@ -266,17 +266,17 @@ class Run(Displayable):
     # --- policies ---
 
     def policy(self, step: int | None = None, *, best: bool = False, **options: Any) -> Policy:
-        """Load the policy after a step; by default the policy of the last checkpoint.
+        """Load the policy as it was after a step; by default that of the last checkpoint.
 
-        `TrainConfig(keep=)` decides which policies are kept besides the last two checkpoints.
+        `TrainConfig(keep=)` determines which policies are kept besides the last two checkpoints.
 
         Args:
             step: The step, counted from 1; 0 is the initial policy.
-            best: Load the policy with the highest success in an evaluation; if several are equal, the earliest.
+            best: Whether to load the policy with the highest success in an evaluation, or the earliest of several.
             **options: Further arguments of `Policy.load`, such as `value_head` and `device`.
 
         Raises:
-            RunError: If the policy was not kept, or the run has no evaluation or no checkpoint.
+            RunError: If the policy was not kept, or if the run has no evaluation or no checkpoint.
         """
         if best and (step := _best_step(self.records)) is None:
             raise RunError(f"best=True needs a run with evaluations, got none in {self.path}; use evaluate_every=")
@@ -290,7 +290,7 @@ class Run(Displayable):
         return Policy.load(kept[step], **options)
 
     def keep_policy(self, step: int, policy: Policy, which: KeepPolicies) -> None:
-        """Save the policy of `step`, the last recorded step, if `which` requires it. The optimizer state is not saved.
+        """Save the policy after the last recorded step, `step`, if `which` requires it, without the optimizer state.
 
         With "best", the policy of the previous best step is replaced.
         """
@@ -312,7 +312,7 @@ class Run(Displayable):
                 shutil.rmtree(path, ignore_errors=True)
 
     def _kept_policies(self) -> dict[int, Path]:
-        """Return a dict from step to folder, for all policies that can be loaded."""
+        """Return the folders of all policies that can be loaded, keyed by step."""
         kept = {int(path.name.removeprefix("step-")): path for path in (self.path / "policies").glob("step-[0-9]*")}
         for name in ("checkpoint.before", "checkpoint"):
             if (self.path / name / "done").exists() and (self.path / name / "state.pt").exists():
@@ -324,7 +324,7 @@ class Run(Displayable):
         """Plot recorded metrics as a plotly figure. For live curves, use `widgets.TrainView`.
 
         Args:
-            names: Metrics to plot. By default, success, reward, approx_kl and entropy, if they are recorded.
+            names: Metrics to plot; by default success, reward, approx_kl and entropy, if recorded.
         """
         import pandas
         import plotly.express
@@ -345,6 +345,6 @@ def _best_step(records: Sequence[Mapping[str, Any]]) -> int | None:
 
 
 def last_success(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return text for a repr, such as ", success 0.123", or "" if the last record has no numeric success."""
+    """Return the part of a repr such as ", success 0.123", or "" if the last record has no numeric success."""
     value = records[-1].get("success") if records else None
     return f", success {value:.3f}" if isinstance(value, int | float) else ""

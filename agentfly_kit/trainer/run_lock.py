@@ -1,4 +1,4 @@
-"""Lock of the folder of a training run, so that only one run at a time trains in it."""
+"""Lock for the folder of a training run, so that only one run at a time trains in it."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class _Held(NamedTuple):
     trainer: weakref.ref[Trainer]
 
 
-_held: dict[Path, _Held] = {}  # the locks of this process, by the resolved path of the folder
+_held: dict[Path, _Held] = {}  # locks held by this process, keyed by the resolved path of the folder
 
 
 def _close_inherited() -> None:
-    """Close the lock files in a fork, which would otherwise keep the locks if this process dies."""
+    """Close the lock files in a forked process, which would otherwise keep the locks if its parent dies."""
     for held in _held.values():
         os.close(held.file)
     _held.clear()
@@ -46,10 +46,10 @@ if fcntl is not None:
 
 
 class RunLock:
-    """Lock of a run's folder, which also detects whether another run has changed the folder.
+    """Lock for the folder of a run. Also detects whether another run has changed the folder.
 
-    The operating system releases the lock if the process dies. Windows, and file systems without locks, are not
-    supported: other processes are not kept out.
+    The operating system releases the lock if the process dies. On Windows and on file systems without locks, other
+    processes are not prevented from training.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,12 +57,12 @@ class RunLock:
         self._seen: object = None  # state of the folder after the last iteration of its trainer
 
     def acquire(self, trainer: Trainer) -> bool:
-        """Keep other processes from training in the folder until `release`, and other runs of this process meanwhile.
+        """Acquire the lock, so that no other process can train in the folder until `release` is called.
 
-        In this process, a lock whose trainer is not iterating is taken over.
+        Within this process, the lock can be taken over while its trainer is not iterating.
 
         Returns:
-            False if the lock is new and the folder was changed since `mark_read`, so that it must be read again.
+            False if the lock was newly acquired and the folder has changed since `mark_read`, so it must be read again.
 
         Raises:
             RunError: If another run is training in the folder.
@@ -115,7 +115,7 @@ class RunLock:
             os.close(held.file)
 
     def mark_read(self) -> None:
-        """Record that the content of the folder is known, for the next `acquire`."""
+        """Record the current state of the folder, with which the next `acquire` compares it."""
         self._seen = self._state()
 
     def _state(self) -> object:

@@ -1,4 +1,4 @@
-"""Comparison of training runs: settings, results and curves."""
+"""Comparison of training runs by settings, results and curves."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ def runs(folder: str | Path) -> Runs:
 
 
 class Runs(Displayable, Sequence[Run]):
-    """Sequence of training runs. The name of a run is its path relative to the folder that was read.
+    """Sequence of training runs, indexed by position or name. The name of a run is its path relative to the folder.
 
     Attributes:
-        unreadable: Error message for each folder that could not be read as a run, by name.
+        unreadable: Error messages for folders that could not be read as runs, keyed by name.
     """
 
     RESULTS = ("state", "step", "success", "best success", "reward", "best reward", "eval_success", "best eval_success",
@@ -56,7 +56,7 @@ class Runs(Displayable, Sequence[Run]):
 
     @functools.cached_property
     def frame(self) -> Any:
-        """Table with one row per run: the settings that differ between runs, the results, and the other settings."""
+        """Table with one row per run. Columns are the settings that differ, the results, and the other settings."""
         import pandas
 
         settings = {name: run.flat_settings() for name, run in self._runs.items()}

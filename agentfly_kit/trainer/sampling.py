@@ -1,4 +1,4 @@
-"""Sample the rollouts of a training run: select tasks, replace filtered groups, and prefetch the next rollout."""
+"""Sampling of training rollouts: selecting tasks, replacing filtered groups, and prefetching the next rollout."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class RolloutSampler:
         self.agent, self.policy, self.tasks, self.config, self.workers = agent, policy, tasks, config, workers
         self.task_sampler = TaskSampler(tasks, config.tasks_per_step, config.seed, config.difficulty)
         self.handle: RolloutHandle | None = None
-        # Agent whose engine has a copy of the weights that does not change during an update.
+        # Agent whose engine has a copy of the weights, so that an update does not affect it.
         self._prefetch_agent: Agent | None = None
         self._paused = False
-        # The rollout that was started last, which may be an evaluation or consist of greedy chains.
+        # The most recently started rollout, including evaluations and greedy rollouts.
         self._latest: RolloutHandle | None = None
 
     @functools.cached_property
@@ -75,11 +75,11 @@ class RolloutSampler:
             rollout.resume()
 
     def _current(self) -> list[RolloutHandle]:
-        """Return the rollouts that may be running: with `overlap`, an evaluation runs beside chains sampled ahead."""
+        """Return the rollouts that may be running. With `overlap`, an evaluation and prefetching run concurrently."""
         return [rollout for rollout in (self.handle, self._latest) if rollout is not None]
 
     def _pausable(self, agent: Agent, **changes: Any) -> Agent:
-        """Return a copy of an agent whose rollouts are paused and resumed with the run."""
+        """Return a copy of an agent, whose rollouts are paused and resumed together with the run."""
 
         def watch(rollout: RolloutHandle) -> None:
             self._latest = rollout
@@ -100,7 +100,7 @@ class RolloutSampler:
         return await self._gather(index, sample())
 
     async def _sample(self, index: int, agent: Agent) -> Rollout:
-        """Sample the chains that this process runs in an iteration, and replace filtered groups (`config.refill`)."""
+        """Sample this process's chains for an iteration, and replace filtered groups (`config.refill`)."""
         rollout = await self._run_rollout(agent, self.task_sampler.sample(index), index, "train")
         for again in range(1, self.config.refill + 1):
             left_out = drop_reasons(rollout.trajectories, self.config.filters)
@@ -142,7 +142,7 @@ class RolloutSampler:
             self.handle = None
 
     async def greedy_rewards(self, rollout: Rollout) -> dict[str, float]:
-        """Sample a greedy chain for each task of a rollout. Return the rewards by task id; NaN for unscored chains."""
+        """Sample a greedy chain for each task. Return the rewards keyed by task id, with NaN for unscored chains."""
         agent = self._pausable(self.agent, sampling=self.agent.sampling.replace(temperature=0.0))
         greedy = await agent.rollout(
             rollout.tasks, max_concurrency=self.config.max_concurrency, workers=self.rollout_workers
@@ -152,13 +152,13 @@ class RolloutSampler:
         return {t.task.id: math.nan if t.reward is None else t.reward for t in firsts}
 
     async def evaluate(self, tasks: list[Task]) -> Evaluation:
-        """Evaluate the current weights."""
+        """Evaluate the policy with its current weights."""
         await self.agent.engine.update(self.policy)
         limit, workers = self.config.max_concurrency, self.rollout_workers
         return await evaluate(self._pausable(self.agent), tasks, max_concurrency=limit, workers=workers)
 
     async def _gather(self, index: int, sampling: Awaitable[Rollout]) -> Rollout:
-        """Collect the chains of an iteration from all processes, in task order. If any process fails, all raise."""
+        """Collect the chains of an iteration from all processes, in task order. If one process fails, all raise."""
         if self.workers.is_single:
             return await sampling
         mine, failed = None, None
@@ -168,15 +168,15 @@ class RolloutSampler:
             failed = error
         parts = await self.workers.all_gather_or_raise(mine, failed)
         rollout = _joined(parts, max(part.seconds for part in parts))
-        # Order the groups by id, because a group whose chains did not run because of a budget is missing.
+        # Order the groups by id, because groups that did not run because of a budget are missing.
         ids = self.request(self.task_sampler.sample(index), index, "train").group_ids
         places = {id: place for place, id in enumerate(ids)}
         return dataclasses.replace(rollout, groups=tuple(sorted(rollout.groups, key=lambda group: places[group.id])))
 
     async def start_prefetch(self, index: int) -> asyncio.Task[Rollout] | None:
-        """Start sampling the chains of an iteration with the current weights. Later updates do not affect them.
+        """Start sampling the chains of an iteration with the current weights, which later updates do not affect.
 
-        Returns None if `config.overlap` is 0, or if the run ends before this iteration.
+        Return None if `config.overlap` is 0, or if the run ends before this iteration.
         """
         if not self.config.overlap or index >= self.config.steps:
             return None
@@ -184,12 +184,12 @@ class RolloutSampler:
         if getattr(agent.engine, "policy", None) is not policy:
             await agent.engine.update(policy)
             return asyncio.create_task(self._sample(index, agent), name=f"agentfly-ahead-{index + 1}")
-        # This engine shares its weights with the policy, which the next update changes. Sample from a copy instead.
+        # This engine shares its weights with the policy, which the next update modifies. Sample from a copy instead.
         if not isinstance(agent.engine, LocalEngine):
             raise SettingsError(f"overlap=1 needs LocalEngine or an engine with its own weights, got {agent.engine!r}")
         if self._prefetch_agent is None:
             twin = await run_in_thread(policy.copy)
-            # Unlike `agent.replace`, this shares the state of the agent, such as `last_run` and the issued warnings.
+            # Unlike `agent.replace`, this shares internal state such as `last_run` and the warnings already issued.
             self._prefetch_agent = dataclasses.replace(agent, engine=LocalEngine(twin, slots=agent.engine.slots))
         copied = self._prefetch_agent.engine.policy  # type: ignore[attr-defined]
         await run_in_thread(copied.load_state, policy.state())
@@ -210,7 +210,7 @@ class RolloutSampler:
 
 
 class TaskSampler:
-    """Selects the tasks of each iteration. Each pass over the tasks is shuffled, or sorted from easy to hard."""
+    """Selects the tasks of each iteration. Each pass over the tasks is shuffled or sorted from easy to hard."""
 
     def __init__(
         self, tasks: Sequence[Task], size: int, seed: int, difficulty: str | Callable[[Task], float] | None
@@ -226,7 +226,7 @@ class TaskSampler:
             if place == 0 or not out:
                 generator = torch.Generator().manual_seed(seeds.derive(self._seed, "tasks", turn))
                 order = torch.randperm(count, generator=generator).tolist()
-                order.sort(key=self._difficulties.__getitem__)  # stable, so ties stay shuffled
+                order.sort(key=self._difficulties.__getitem__)  # stable, so tasks of equal difficulty stay shuffled
             out.append(self._tasks[order[place]])
         return out
 

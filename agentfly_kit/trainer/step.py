@@ -1,4 +1,4 @@
-"""The result of a training step, the record of its metrics, and warnings based on this record."""
+"""`TrainStep`, the result of a training step, with the record of its metrics and warnings based on this record."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _RECORDED_STATS = (
     "explained_variance", "kl_reference", "effective_sample_size", "ratio_max", "sampler_gap", "dropped_groups",
     "advantage_mean", "reward_std",
 )  # fmt: skip
-# Maximum numbers of drop reasons and metrics per record. A filter might return a different reason for each chain.
+# Maximum numbers of drop reasons and metrics in a record. A filter might return a different reason for each chain.
 _MAX_REASONS, _MAX_METRICS = 16, 32
-# Number of consecutive steps with low reward that count as a collapse.
+# Number of consecutive steps with a low reward that count as a collapse.
 _LOW_STEPS = 3
 
 
@@ -33,7 +33,7 @@ class TrainStep(Displayable):
     Attributes:
         step: Number of the iteration, starting at 1.
         record: Metrics of the iteration, as written to the folder of the run.
-        stats: Statistics of the update; None if there was nothing to train on or the step was replayed.
+        stats: Statistics of the update; None if there was nothing to train on or if the step was replayed.
         rollout: Chains of the iteration; None if the step was replayed.
         evaluation: Evaluation after the iteration, or None.
         replayed: Whether the step was read from the folder of the run instead of being executed.
@@ -48,7 +48,7 @@ class TrainStep(Displayable):
 
     @property
     def success(self) -> float:
-        """Success rate of the sampled chains of this step; NaN if no chain was scored."""
+        """Success rate of the chains of this step; NaN if no chain was scored."""
         return self.record.get("success", math.nan)
 
     def __repr__(self) -> str:
@@ -60,7 +60,7 @@ class TrainStep(Displayable):
 def make_record(
     step: int, version: int, rollout: Rollout, stats: Stats | None, evaluation: Evaluation | None
 ) -> dict[str, float]:
-    """Collect the metrics of an iteration in a record. Statistics of the update that are not finite are omitted."""
+    """Create the record of an iteration. Statistics of the update that are not finite are omitted."""
     record: dict[str, float] = {"step": step}
     record |= {k: v for k, v in rollout.summary().items() if k != "seconds"}
     numbers = {"updates": 0} if stats is None else stats.scalars()
@@ -82,14 +82,14 @@ def make_record(
 def warn_about_step(
     record: dict[str, float], rollout: Rollout, earlier: list[dict[str, float]], config: TrainConfig
 ) -> None:
-    """Warn if no chain succeeded in the first five steps, many chains were unscored, or the mean reward collapsed."""
+    """Warn if no chain succeeded in the first five steps, if many are unscored, or if the mean reward collapsed."""
     warn_about_success([*earlier, record])
     if record.get("unscored", 0.0) > 0.05 and config.advantage != "none":
         why = next((str(t.error) for t in rollout.trajectories if t.error), "")
         warnings.warn(
             f"step {record['step']}: {record['unscored']:.0%} of the chains were unscored. {why}", stacklevel=3
         )
-    # With increasing difficulty, a falling reward does not indicate a collapse.
+    # If the difficulty increases, a decreasing reward does not indicate a collapse.
     if not config.difficulty and (collapse := detect_collapse([*earlier, record], config.tasks_per_step)):
         warnings.warn(
             f"step {record['step']}: {collapse}. Try a smaller lr than {config.lr:g} or a lower max_kl (now "
@@ -100,10 +100,10 @@ def warn_about_step(
 
 
 def detect_collapse(records: Sequence[dict[str, float]], groups: int) -> str | None:
-    """Return a description of the collapse if the reward collapsed at the last record, otherwise None.
+    """Return a description if the reward collapsed at the last record, otherwise None.
 
-    The reward collapses if its mean stays below half of the best value for 3 consecutive steps. The best value is the
-    maximum over steps of a lower confidence bound, mean reward - 2 reward_std / sqrt(groups).
+    The reward has collapsed if its mean stays below half of the best value for 3 consecutive steps. The best value is
+    the maximum over steps of a lower confidence bound, mean reward - 2 reward_std / sqrt(groups).
     """
     best, threshold, low = "", 0.0, 0
     for record in records:

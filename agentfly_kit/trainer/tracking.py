@@ -12,21 +12,21 @@ from agentfly_kit.trainer.run_dir import Run
 
 
 class Tracker:
-    """Base class of trackers; see `TrainRun.track`. Any object with these methods is a tracker, too.
+    """Base class of trackers; see `TrainRun.track`. Any object with the same methods is a tracker, too.
 
     The methods are called in the event loop and should be fast.
     """
 
     def begin(self, run: Run) -> int | None:
-        """Start tracking a run, or continue to track it after an interrupt.
+        """Start tracking a run, or continue after an interrupt.
 
         Args:
             run: Folder of the run. `run.id` does not change when a run is continued. `run.flat_settings()` returns its
                 hyperparameters. `run.records` contains the records of the completed steps.
 
         Returns:
-            Number of the last step that was already tracked; None stands for the number of completed steps. The
-            method `step` is called with each later record.
+            Number of the last step that was already tracked. None means all completed steps. The method `step` is
+            called with each later record.
         """
         return len(run.records)
 
@@ -51,11 +51,11 @@ class _FunctionTracker(Tracker):
 
 
 class TrackerSet:
-    """Trackers of one run. A tracker that raises is removed with a warning, so that the run is not interrupted."""
+    """Trackers of one run. If a tracker raises, it is removed with a warning, so that the run is not interrupted."""
 
     def __init__(self) -> None:
         self._trackers: list[Any] = []  # instances of Tracker, or objects with the same methods
-        self._last: dict[int, int] | None = None  # last tracked step by id(tracker); None unless the run is in progress
+        self._last: dict[int, int] | None = None  # last tracked step, by id(tracker); None unless a run is in progress
 
     def add(self, trackers: Iterable[Any]) -> None:
         for tracker in trackers:
@@ -75,7 +75,7 @@ class TrackerSet:
             self._trackers.append(tracker)
 
     def begin(self, run: Run) -> None:
-        """Start the trackers if necessary, and send each tracker the records that it has not received."""
+        """Start the trackers if necessary, and send each one the records that it has not received."""
         if self._last is not None:
             return
         self._last = {}

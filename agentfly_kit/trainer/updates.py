@@ -1,4 +1,4 @@
-"""Updates of the policy in a training run: its batches, optimizer, learning rates and reference policy."""
+"""`Updater`, which updates the policy of a training run: batches, optimizer, learning rates and reference policy."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from agentfly_kit.trainer.sampling import RolloutSampler
 
 
 class Updater:
-    """Updates the policy of a run with the chains that `sampler` has sampled.
+    """Updates the policy of a run on the chains sampled by `sampler`.
 
     Attributes:
         optimizer: Optimizer of the policy, set by `prepare`.
-        batch_builder: Builder of the batches, which also holds the reference policy of the KL penalty.
-        teacher: Model to distil from, or None.
+        batch_builder: Builder of training batches, which also holds the reference policy for the KL penalty.
+        teacher: Model to distill from, or None.
     """
 
     optimizer: torch.optim.Optimizer
@@ -41,7 +41,7 @@ class Updater:
         self.batch_builder = BatchBuilder(self.policy, self.config, sampler.agent.reward)
 
     async def prepare(self, run: Run, found: Path | None) -> LoopState:
-        """Load the checkpoint `found`, or write the first checkpoint of the run if it is None."""
+        """Load the checkpoint `found`, or write the first checkpoint of the run if `found` is None."""
         policy, config, workers = self.policy, self.config, self.sampler.workers
         self.optimizer = adamw(policy, config.lr)
         if found is not None:
@@ -52,15 +52,15 @@ class Updater:
             self.batch_builder.reference = reference = policy.reference()
             if not policy.has_adapter:
                 await workers.run_on_main(checkpoint.save_reference, run, reference)
-        # Save a checkpoint before the first update, to recover from an interrupt during the update.
+        # Save a checkpoint before the first update, to be able to recover from an interrupt during it.
         state = LoopState(0, config.kl_coef)
         await workers.run_on_main(checkpoint.save, run, policy, self.optimizer, state)
         return state
 
     async def build(self, index: int, rollout: Rollout, kl_coef: float) -> tuple[Batch | None, Rollout]:
-        """Build the batch of an iteration.
+        """Build the batch for an iteration.
 
-        Returns the batch, or None if filters left nothing to train on, and the rollout with drop reasons.
+        Return the batch, or None if filters left nothing to train on, and the rollout with drop reasons.
         """
         try:
             baselines = await self.sampler.greedy_rewards(rollout) if self.config.advantage == "remax" else None
@@ -76,10 +76,10 @@ class Updater:
     async def step(self, index: int, batch: Batch, kl_coef: float) -> tuple[Stats, float]:
         """Update the policy with a batch.
 
-        Returns the statistics, and the number of updates since the oldest token of the batch was sampled.
+        Return the statistics and the number of updates since the oldest token of the batch was sampled.
 
         Raises:
-            TrainingError: If the policy moved by more than `config.max_kl`.
+            TrainingError: If the approximate KL exceeds `config.max_kl`.
         """
         policy, config = self.policy, self.config
         for group, lr in zip(self.optimizer.param_groups, self._learning_rates(index), strict=True):
@@ -108,9 +108,9 @@ class Updater:
         return stats, lag
 
     def _learning_rates(self, index: int) -> list[float]:
-        """Return the learning rate of each parameter group, which changes linearly from `lr` to `lr_end`."""
+        """Return the learning rate for each parameter group, changing linearly from `lr` to `lr_end`."""
         config = self.config
         end = config.lr if config.lr_end is None else config.lr_end
         now = config.lr + (end - config.lr) * (index / max(1, config.steps - 1))
-        # The learning rate of the value head is a fixed multiple of the learning rate of the policy.
+        # The learning rate of the value head is a fixed multiple of that of the policy.
         return [now * group.setdefault("scale", group["lr"] / config.lr) for group in self.optimizer.param_groups]

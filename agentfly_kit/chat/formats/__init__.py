@@ -47,7 +47,7 @@ def get(name: str | Format) -> Format:
 
 
 def detect_format(write: Callable[[str, dict[str, Any]], str]) -> Format | None:
-    """Return the only native format that parses a call rendered by `write`, or None if none or several do."""
+    """Return the native format that parses a call rendered by `write`, or None if there is not exactly one."""
     name, arguments = "get_weather", {"city": "Paris, in France"}
     text = write(name, arguments)
     found = []

@@ -1,7 +1,7 @@
 """Base classes of tool-call formats, and shared parsing helpers.
 
-Parsing must take linear time for any text, because models write it. In regular expressions, the quantifiers of
-whitespace and names are therefore possessive (`++`), and no opening tag triggers a search to the end of the text.
+Parsing must take linear time for any text, because the text is written by models. In regular expressions, quantifiers
+for whitespace and names are therefore possessive (`++`), and no opening tag triggers a search to the end of the text.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, NoReturn, TypeAlias
 from agentfly_kit._display import shorten
 from agentfly_kit.types import Schemas, ToolCall
 
-# Calls and the end position of the last call; None if the text ends before a call is closed.
+# The calls and the end position of the last one, or None if the text ends before a call is closed.
 ReadCalls: TypeAlias = tuple[list[ToolCall], int] | None
 
 
@@ -26,10 +26,10 @@ class Parsed:
 
     Attributes:
         content: Text outside of calls and thinking, without surrounding whitespace.
-        calls: Calls in the order written. A malformed call has `.error`, which is shown to the model.
+        calls: Calls in order of appearance. A malformed call has `.error`, which is shown to the model.
         thinking: Text inside thinking tags; None if there are no tags, "" if they are empty.
-        complaint: Error message for the model if the text ends inside a tool call, else "". Neither `calls` nor
-            `content` includes the unfinished call.
+        complaint: Error message for the model if the text ends inside a tool call, otherwise "". The unfinished call
+            is included in neither `calls` nor `content`.
     """
 
     content: str
@@ -44,10 +44,10 @@ class Parsed:
 
 
 class Format(ABC):
-    """Base class for the textual format of tool calls. Subclass it for a custom format.
+    """Base class for text formats of tool calls. Subclass it to define a custom format.
 
     Attributes:
-        name: name used to select and display the format.
+        name: name by which the format is selected and displayed.
         stop: strings at which sampling stops, because they end an action in this format.
         native: True if chat templates render tools in this format. Otherwise `instructions` are added to the prompt,
             and `observation` renders results as user messages.
@@ -63,12 +63,12 @@ class Format(ABC):
 
         Args:
             text: text of the action.
-            tools: schemas, for formats that need types to parse arguments.
+            tools: tool schemas, for formats that need the types of arguments to parse them.
         """
 
     @abstractmethod
     def render_call(self, call: ToolCall) -> str:
-        """Render a call in this format, for demonstrations. `parse` is the inverse operation."""
+        """Render a call in this format, for example in instructions. `parse` is the inverse operation."""
 
     def instructions(self, tools: Schemas) -> str:
         """Return the instructions for a model whose chat template does not render tools."""
@@ -81,12 +81,12 @@ class Format(ABC):
 
 
 class TaggedFormat(Format):
-    """Base class of formats in which an opening tag can start a call anywhere after the thinking.
+    """Base class for formats in which an opening tag starts a call anywhere after the thinking.
 
     Attributes:
         opening: pattern of the opening tag.
         unclosed_error: error message for a call that is not closed.
-        thinking_tags: opening and closing tag of the thinking.
+        thinking_tags: opening and closing tags around the thinking.
     """
 
     opening: re.Pattern[str]
@@ -95,7 +95,7 @@ class TaggedFormat(Format):
 
     @abstractmethod
     def read_calls(self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Schemas) -> ReadCalls:
-        """Parse the calls after an opening tag; `made` contains the calls before the tag."""
+        """Parse the calls that start at an opening tag. `made` contains the calls before the tag."""
 
     def parse(self, text: str, tools: Schemas = ()) -> Parsed:
         first = self.opening.search(text)
@@ -104,7 +104,7 @@ class TaggedFormat(Format):
         return Parsed(content.strip(), tuple(calls), thinking, complaint)
 
     def _separate(self, text: str, tools: Schemas) -> tuple[str, list[ToolCall], str]:
-        """Return the content around the calls, the calls, and the error message for an unclosed call ("" if none)."""
+        """Return the content around the calls, the calls, and the error message for an unclosed call or ""."""
         content: list[str] = []
         calls: list[ToolCall] = []
         at = 0
@@ -119,14 +119,14 @@ class TaggedFormat(Format):
 
 
 def make_call(id: str, name: str, arguments: dict[str, Any], problem: str, shape: str, raw: str) -> ToolCall:
-    """Return a ToolCall. With a `problem`, the call has no arguments, and its error shows the correct `shape`."""
+    """Create a ToolCall. If there is a `problem`, the call has no arguments, and its error shows the right `shape`."""
     if problem:
         return ToolCall(id, name, {}, error=f"the tool call {problem}; write {shape}", raw=raw)
     return ToolCall(id, name, arguments, raw=raw)
 
 
 def find_schema(tools: Schemas, name: str) -> dict[str, Any]:
-    """Return the parameter schemas of the named tool; empty if there is no such tool."""
+    """Return the parameter schemas of the tool `name`, keyed by parameter; {} if there is no such tool."""
     functions = (tool.get("function", tool) for tool in tools)
     found: dict[str, Any] = next((f for f in functions if f.get("name") == name), {})
     properties: dict[str, Any] = (found.get("parameters") or {}).get("properties", {})
@@ -141,10 +141,10 @@ def schemas(tools: Schemas) -> str:
 def split_thinking(
     text: str, opener: int, opening: str = "<think>", closing: str = "</think>"
 ) -> tuple[str | None, str]:
-    """Return the thinking at the start of an action, or None if there are no tags, and the rest of the text.
+    """Return the thinking at the start of an action (None if there are no tags) and the rest of the text.
 
-    A closing tag without an opening tag ends thinking that the prompt opened, but only if the tag precedes the first
-    tool call, which begins at index `opener` (-1 if there is no call). Unclosed thinking extends to the end.
+    A closing tag without an opening tag ends thinking that was opened by the prompt, but only if the tag precedes the
+    first tool call, which begins at index `opener` (-1 if there is no call). Unclosed thinking extends to the end.
     """
     if text.lstrip().startswith(opening):
         thinking, _, rest = text.lstrip().removeprefix(opening).partition(closing)
@@ -162,7 +162,7 @@ def read_json(text: str, start: int) -> tuple[Any, int, str]:
     """Parse the JSON value at `start`. Return (value, end, ""), or (None, start, problem)."""
     while start < len(text) and text[start].isspace():
         start += 1
-    # Parse increasingly long parts of the text, because each JSONDecodeError counts the lines before its position.
+    # Parse increasingly long parts, because creating a JSONDecodeError counts all lines before its position.
     size = 1024
     while True:
         part, is_rest = text[start : start + size], start + size >= len(text)
@@ -177,13 +177,13 @@ def read_json(text: str, start: int) -> tuple[Any, int, str]:
                 return None, start, f"is not valid JSON ({error.msg}, character {error.pos})"
         except RecursionError:
             return None, start, "is nested too deeply"
-        except ValueError as error:  # NaN, or an integer with too many digits, in which case the message says "digits"
+        except ValueError as error:  # NaN, or an integer with too many digits, whose message contains "digits"
             if is_rest or "digits" not in str(error):
                 return None, start, f"is not valid JSON ({error})"
 
 
 def is_cut(text: str, start: int) -> bool:
-    """Return True if the JSON value at `start` is incomplete: the text ends inside a string, array or object."""
+    """Return True if the JSON value at `start` is incomplete because the text ends inside a string, array or object."""
     depth, quoted, escaped = 0, False, False
     for char in text[start:]:
         if escaped:
@@ -202,7 +202,7 @@ def is_cut(text: str, start: int) -> bool:
 
 
 def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, dict[str, Any], str]:
-    """Validate the JSON of a call. Return (name, arguments, problem). A missing or invalid name becomes ""."""
+    """Validate the JSON value of a call. Return (name, arguments, problem), where an invalid name is replaced by ""."""
     if not isinstance(body, dict):
         return "", {}, f"is {json_type(body)}, not an object"
     name = body.get("name")
@@ -213,7 +213,7 @@ def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, di
     key = next((key for key in keys if key in body), None)
     if key is None:
         others = [key for key in body if key not in ("name", "id", "type")]
-        # Calls without arguments often omit the key `keys[0]`. Report any other key, which may be a misspelling.
+        # Calls without arguments often omit the key `keys[0]`. Report any other key, as it may be a misspelling.
         return name, {}, f'has no "{keys[0]}" (it has {", ".join(map(short_repr, others[:3]))})' if others else ""
     arguments = body[key]
     if not isinstance(arguments, dict):
@@ -233,7 +233,7 @@ def encoding_problem(value: Any) -> str:
 
 
 def json_type(value: Any) -> str:
-    """Name the type of a JSON value, for messages to the model."""
+    """Return the name of a JSON value's type for messages to the model."""
     kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
     return kinds.get(type(value), "a number")
 

@@ -35,7 +35,7 @@ _LLAMA_TAG = "<|python_tag|>"
 
 _MISTRAL = re.compile(r"\[TOOL_CALLS\]")
 _MISTRAL_NAME = re.compile(r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+([A-Za-z0-9]++)\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
-# Matches the part of `name[ARGS]` that remains of a call that was truncated before its arguments.
+# Matches a prefix of `name[ARGS]`, which is what remains of a call that was truncated before its arguments.
 _MISTRAL_NAME_PREFIX = re.compile(r"[^\s\[\]{}\"]++(?:\[[A-Z_]*+\]?)?")
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _GPT_OSS_END = re.compile(r"<\|(?:start|end|call|return)\|>")
@@ -84,9 +84,9 @@ class Hermes(Format):
 
     @staticmethod
     def _read(text: str, start: int, id: str) -> tuple[ToolCall | None, int]:
-        """Parse the call after the tag that ends at `start`. Return it (None if unclosed) and its end position."""
+        """Parse the call after a tag that ends at `start`. Return the call (None if unclosed) and its end position."""
         body, end, problem = read_json(text, start)
-        # Search after the JSON, so that a closing tag inside a string argument is ignored.
+        # Search after the JSON value, so that a closing tag inside a string argument is ignored.
         close = text.find(_CLOSE, end)
         if close < 0:
             return None, len(text)
@@ -139,13 +139,13 @@ class Llama3(Format):
         return Parsed(text[at:].strip(), tuple(calls), thinking)
 
     def render_call(self, call: ToolCall) -> str:
-        """Render the call as Llama's template does, but without whitespace."""
+        """Render the call like Llama's template, but without whitespace."""
         return compact_json({"name": call.name, "parameters": call.arguments})
 
 
 @dataclass(frozen=True)
 class Mistral(TaggedFormat):
-    """Format of Mistral: `[TOOL_CALLS]` and a list of calls, or `[TOOL_CALLS]name[ARGS]{...}` per call in newer models.
+    """Format of Mistral: `[TOOL_CALLS]` and a list of calls; in newer models, `[TOOL_CALLS]name[ARGS]{...}` per call.
 
     Call ids of nine letters or digits are kept, because the template accepts only such ids.
     """
@@ -209,7 +209,7 @@ class Mistral(TaggedFormat):
 class GptOss(Format):
     """Format of gpt-oss, in which an action consists of messages of the form `header<|message|>text`.
 
-    A header with a recipient marks a tool call. Text in the channel "analysis" is thinking; any other text is content.
+    A header with a recipient marks a tool call. Text in the "analysis" channel is thinking; any other text is content.
     """
 
     name = "gpt_oss"
@@ -241,5 +241,5 @@ class GptOss(Format):
         return Parsed("\n".join(filter(None, content)), tuple(calls), thoughts, complaint)
 
     def render_call(self, call: ToolCall) -> str:
-        """Render the call as the chat template does, but without whitespace in the JSON."""
+        """Render the call like the chat template, but without whitespace in the JSON."""
         return f" to=functions.{call.name}<|channel|>commentary json<|message|>{compact_json(call.arguments)}<|call|>"

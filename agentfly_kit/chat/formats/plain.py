@@ -37,7 +37,7 @@ _REACT_SHAPE = 'Action: name\nAction Input: {"argument": value}'
 class ReAct(Format):
     """ReAct format: lines with `Thought:`, `Action:`, `Action Input:` and `Final Answer:`.
 
-    Text after `Observation:` is ignored, because the model invented it. For a tool with a single argument, the input
+    Text after `Observation:` is ignored, because the model made it up. For a tool with a single parameter, the input
     may be plain text instead of JSON.
     """
 
@@ -102,7 +102,7 @@ def _is_inside_input(text: str, at: int) -> bool:
 
 
 def _react_call(text: str, action: re.Match[str], id: str, tools: Schemas) -> tuple[ToolCall | None, int]:
-    """Parse the call that starts with a matched `Action:` line. Return it (None if incomplete) and its end position."""
+    """Parse the call that starts with an `Action:` line. Return the call (None if incomplete) and its end position."""
     name, blank = action.group(1).strip(" \t"), _BLANK_LINES.match(text, action.end())
     given = _INPUT.match(text, blank.end()) if blank else None
     at = given.end() if given else action.end()
@@ -139,7 +139,7 @@ def _react_call(text: str, action: re.Match[str], id: str, tools: Schemas) -> tu
 
 @dataclass(frozen=True)
 class FencedCode(TaggedFormat):
-    """Format in which a fenced code block is a call of one tool. Blocks in other languages are content."""
+    """Format in which a fenced code block is a call to a fixed tool. Blocks in other languages are content."""
 
     tool: str = "python"
     parameter: str = "code"
@@ -179,16 +179,16 @@ class FencedCode(TaggedFormat):
 
 @dataclass(frozen=True)
 class Tags(TaggedFormat):
-    """Format in which a call is text in a tag, such as `<search>a query</search>`, and the answer is in `<answer>`.
+    """Format with calls as text in a tag, such as `<search>a query</search>`, and the answer in `<answer>`.
 
-    The text is passed to the tool `tool`. If it is a JSON object with "name" and "arguments", the tool of that name is
-    called instead.
+    The text is passed to the tool `tool`. If it is a JSON object with "name" and "arguments", the tool with that name
+    is called instead.
 
     Args:
         name: Name of the format.
         tag: Name of the tag around calls.
         tool: Name of the tool that is called with plain text.
-        parameter: Name of the parameter that receives the text.
+        parameter: Parameter of the tool that receives the text.
         result_tag: Name of the tag around results.
     """
 
@@ -232,7 +232,7 @@ class Tags(TaggedFormat):
         return [call], end + len(closing)
 
     def render_call(self, call: ToolCall) -> str:
-        """Render a call of the default tool as plain text, and calls of other tools as JSON."""
+        """Render a call to `tool` as plain text if possible, and any other call as JSON."""
         text = call.arguments.get(self.parameter)
         own = call.name == self.tool and set(call.arguments) == {self.parameter} and isinstance(text, str)
         shut = f"</{self.tag}>" in str(text)
