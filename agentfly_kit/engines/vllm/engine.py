@@ -305,7 +305,7 @@ class VLLMEngine(Engine):
         )
 
     def _top(self, flat: Any, start: int) -> tuple[tuple[int, float], ...]:
-        """Return the alternatives, as (id, logprob), recorded for the position whose columns in `flat` begin at `start`."""
+        """Return the recorded alternatives, as (id, logprob), of the position whose columns begin at `start`."""
         columns = slice(start + 1 + EXTRA_COLUMNS, start + 1 + EXTRA_COLUMNS + self.alternatives)
         return tuple(zip(flat.token_ids[columns], flat.logprobs[columns], strict=True))
 
