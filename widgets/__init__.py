@@ -7,7 +7,7 @@ w.PoolView(pool)            live view of a pool's sandboxes
 w.TrajectoryView(rollout)   filter, sort and search trajectories, and compare the selected ones side by side
 w.RolloutView(run)          live view of a rollout's chains, with pause and stop
 w.TrainView(run)            curves of a training run, live or from its folder
-w.ToolForm(tool)            call a tool and read exactly what the model would read
+w.ToolForm(tool)            call a tool and show exactly the text that a model would see
 w.RewardForm(reward, rollout)    re-score saved trajectories while editing a reward, and list the changed scores
 w.freeze("mine.ipynb")      replace the views in a saved notebook with static pictures, for readers without a kernel
 """

@@ -1,4 +1,4 @@
-"""Base classes of the widgets. They load JavaScript, render static HTML and send rate-limited updates.
+"""Base classes of the widgets, which load JavaScript, render static HTML and send rate-limited updates.
 
 A view stores its numbers as bytes and holds only a weak reference to the displayed record, so that displaying a rollout
 does not keep the rollout alive.
@@ -41,7 +41,7 @@ def source(stem: str, suffix: str) -> str:
 
 
 class Static:
-    """The static HTML form of a view, which a notebook can show without a kernel."""
+    """Static HTML form of a view, which a notebook can show without a kernel."""
 
     def __init__(self, text: str, page: str) -> None:
         self.text = text
@@ -59,10 +59,10 @@ _acting: contextvars.ContextVar[View | None] = contextvars.ContextVar("acting", 
 
 
 def _marimo_cell() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return a context manager that enters the current marimo cell again, or does nothing outside of marimo.
+    """Return a function that returns a context manager, which enters the current marimo cell again if there is one.
 
     marimo registers the source of a widget with the running cell. A click may create a view while no cell is running,
-    which raises an AssertionError outside of the context manager (marimo 0.25).
+    which raises an AssertionError outside of this context manager (marimo 0.25).
     """
     runtime: Any = sys.modules.get("marimo._runtime.context")
     context = runtime and runtime.safe_get_context()
@@ -76,8 +76,8 @@ class View(anywidget.AnyWidget):
 
     Errors raised in a callback are shown on the page through `_notice`.
 
-    A view is closed when nothing refers to it. Once displayed, it is kept alive until the cells that displayed it run
-    again, so that a page that is opened later can show it.
+    A view is closed when no references to it are left. Once displayed, it is kept alive until the cells that displayed
+    it run again, so that a page that is opened later can show it.
 
     Attributes:
         settable: The traits that the browser page may set.
@@ -107,7 +107,7 @@ class View(anywidget.AnyWidget):
         # Cells whose outputs contain the view, and the id of the run that displayed it; see `current_cell`.
         self._cells: set[tuple[str, str]] = set()
         self._replaced = False  # True if all these outputs were replaced
-        # True if the cell that displayed the view was run by a program that shows no page, such as nbclient.
+        # True if the cell that displayed the view was run by a program without a page, such as nbclient.
         self._headless = False
         # True if the view has changed since its picture was last written to an output or sent to a page.
         self._picture_stale = False
@@ -143,7 +143,7 @@ class View(anywidget.AnyWidget):
             _instances.pop(widget.model_id, None)
 
     def _forget_runs_before(self, cell: str, run: str) -> None:
-        """Release the view if `cell`, which has run again, displayed it before and no other output contains it."""
+        """Release the view if only earlier runs of `cell`, which has run again, displayed it."""
         left = {each for each in self._cells if each[0] != cell or each[1] == run}
         if self._cells and not left:
             self._replaced = True
@@ -243,10 +243,10 @@ class View(anywidget.AnyWidget):
             layout.close()
 
     def _on_first_page(self) -> None:
-        """Called when a page opens the view while no other page shows it."""
+        """Override this to act when a page opens the view while no other page shows it."""
 
     def _on_last_page_closed(self) -> None:
-        """Called when the last page that shows the view is closed."""
+        """Override this to act when the last page that shows the view is closed."""
 
     def _static(self) -> str:
         raise NotImplementedError
@@ -349,7 +349,7 @@ class Opener(View):
 
 
 class _Listener:
-    """Callback for changes of a record. It refers to the record through `end`, so no view may refer to the callback."""
+    """Callback for changes of a record. It refers to the record through `end`, so views must not refer to it."""
 
     def __init__(self, view: LiveView, throttle: Throttle) -> None:
         self.view = weakref.ref(view)
@@ -404,13 +404,13 @@ class LiveView(View):
         try:
             self.refresh()
         except Exception as error:
-            self._failed(error)  # an exception in a timer or loop callback would go unnoticed
+            self._failed(error)  # an exception in a timer or loop callback would not be shown
 
     def _on_first_page(self) -> None:
         self._refresh_safely()
 
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
-        self._refresh_safely()  # so that the cell's output holds the current state
+        self._refresh_safely()  # ensures that the cell's output contains the current state
         return super()._repr_mimebundle_(**kwargs)
 
     def close(self) -> None:

@@ -7,12 +7,12 @@ import math
 import sys
 from typing import Any
 
-# Number of seeds per fork that are compared with the seed of an action, to find out how it was sampled.
+# Number of seeds per fork that are compared with the seed of an action to find the fork that sampled it.
 _ATTEMPTS = 300
 
 
 def _named(thing: Any) -> str | None:
-    """Return the variable or list element of the notebook that holds the object, as code, or None if there is none."""
+    """Return code for the notebook's variable or list element that contains the object, or None if there is none."""
     names = {k: v for k, v in vars(sys.modules["__main__"]).items() if not k.startswith("_") and k.isidentifier()}
     for name, value in names.items():
         if value is thing:

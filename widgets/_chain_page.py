@@ -18,7 +18,7 @@ _TEXT = 12_000
 
 
 def allowed_operations(chain: Any) -> dict[str, bool]:
-    """Return whether the chain currently accepts each operation, by name of the operation."""
+    """Return a dict from the name of each operation to True if the chain currently accepts it."""
     open = not chain.closed
     calls, stop, leaf = bool(chain.pending_calls), chain.stop, chain.turn
     complete = leaf.kind in ("action", "forced") and bool(leaf.messages)
@@ -40,10 +40,10 @@ def chain_state(chains: list[Any], at: int, doing: str, again: bool, spare: bool
 
     Args:
         chains: The chains of the stepper.
-        at: Index of the chain shown.
-        doing: The running operation; empty if none is running.
-        again: Whether the chain shown ends with an action, or its next action was sampled and then undone.
-        spare: Whether the scoring of the chain shown can be undone.
+        at: Index of the displayed chain.
+        doing: The running operation; "" if none is running.
+        again: True if the displayed chain ends with an action, or its next action was sampled and then undone.
+        spare: True if the scoring of the displayed chain can be undone.
     """
     chain = chains[at]
     done = chain.trajectory

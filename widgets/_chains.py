@@ -23,7 +23,7 @@ def is_hash(task_id: str) -> bool:
 
 
 def chain_label(trajectory: Any) -> str:
-    """Return a readable name for a trajectory, to be shown beside the question of its task."""
+    """Return a readable name for a trajectory, to be shown next to the question of its task."""
     return f"chain {trajectory.chain}" if is_hash(trajectory.task.id) else str(trajectory.id)
 
 

@@ -102,10 +102,10 @@ class Source:
         columns: One array (N,) per field of the records; see the function `columns`.
         total: Number of steps of the run; None if unknown.
         gone: True if the handle has been garbage-collected.
-        state: State of the run, as `TrainRun.state`; empty if unknown.
+        state: State of the run, as in `TrainRun.state`; "" if unknown.
         word: The state in words.
         detail: Further information on the state, such as how to continue the run.
-        finding: The first serious finding of the run's `diagnose`; empty if there is none.
+        finding: The first serious finding of `diagnose`; "" if there is none.
     """
 
     def __init__(self, run: Any, name: str | None) -> None:
@@ -127,7 +127,7 @@ class Source:
         self.gone = False
         self.state = self.word = self.detail = self.finding = ""
         self._diagnosed = 0  # number of steps at the last call of `diagnose`
-        self._resumed = 0  # the run's `resumed_from` when last read
+        self._resumed = 0  # the run's `resumed_from` at the last call of `read`
         self.steps, self.columns = columns([])
         self.read()
 
@@ -148,7 +148,7 @@ class Source:
 
     @property
     def changed(self) -> bool:
-        """True if the state of the run differs from the one last read, or the run has continued from a checkpoint."""
+        """True if the run's state has changed since it was last read, or the run has resumed from a checkpoint."""
         run = self.run()
         if self.path is None and (run is None) != self.gone:
             return True

@@ -53,7 +53,7 @@ def _round(value: float, digits: int) -> Decimal:
 def sparkline(values: npt.ArrayLike, width: int = 24) -> str:
     """Draw a curve as text, from ▁ (lowest) to █ (highest), with a dot where no value is finite.
 
-    Unlike images, text is not removed by hosts such as GitHub. Longer curves are averaged to `width` characters.
+    Unlike images, text is not removed by sites such as GitHub. Longer curves are averaged to `width` characters.
     """
     array = np.asarray(values, np.float64).ravel()
     parts = [part[np.isfinite(part)] for part in np.array_split(array, max(1, min(width, len(array))))]
@@ -95,6 +95,6 @@ def shared_prefix(names: list[str]) -> int:
     """Return the length of the common prefix of all names up to its last ":" or "-", such as "rollout-0:calc-"."""
     if len(names) < 2:
         return 0
-    first, last = min(names), max(names)  # the common prefix of min and max is common to all
+    first, last = min(names), max(names)  # a common prefix of these two is common to all names
     n = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
     return max(first.rfind(":", 0, n), first.rfind("-", 0, n)) + 1

@@ -19,7 +19,7 @@ from ._format import SUCCESS_RULE, sendable
 
 @dataclass(frozen=True)
 class Panel:
-    """Specification of a chart: lines over all steps, and points with intervals at the evaluated steps.
+    """Specification of a chart with lines over all steps, and points with intervals at the evaluated steps.
 
     Attributes:
         lines: The columns of the lines.
@@ -87,12 +87,12 @@ FIELDS = (
 METRIC, EVAL_METRIC = "metric_", "eval_metric_"
 # Maximum number of metrics that have a chart by default.
 _CHARTED = 6
-# Maximum number of lines per chart. There is one line style for each.
+# Maximum number of lines per chart, which is the number of line styles.
 _MAX_LINES = 6
 
 
 def metric_names(sources: Iterable[Source]) -> list[str]:
-    """Return the names of the recorded metrics, without prefix."""
+    """Return the names of the recorded metrics without their prefixes."""
     keys = [key for source in sources for key in source.columns]
     return list(
         dict.fromkeys(
@@ -158,7 +158,7 @@ def line_label(field: str) -> str:
 def compute(panel: Panel, sources: Sequence[Source]) -> tuple[Panel, str]:
     """Compute the lines of a panel with the panel's function, and add them to the columns of the sources.
 
-    Returns the panel with its lines, and an error message, which is empty unless the function failed.
+    Return the panel with its lines, and an error message, which is "" unless the function failed.
     """
     import pandas as pd
 

@@ -34,14 +34,14 @@ def _after_cell(*_: Any) -> None:
 
 
 def _request() -> dict[str, Any]:
-    """Return the request that runs the current cell, or {} outside of a kernel."""
+    """Return the message that requested the current cell's execution, or {} outside of a kernel."""
     ipython = sys.modules.get("IPython")
     kernel = getattr(ipython and ipython.get_ipython(), "kernel", None)
     return {} if kernel is None else kernel.get_parent("shell") or {}
 
 
 def current_cell() -> tuple[str, str]:
-    """Return the id of the current cell, or "" if the program that runs it sends none, and the id of this run."""
+    """Return the current cell's id ("" if the program that runs the cell sends none) and the id of this run."""
     request = _request()
     return request.get("metadata", {}).get("cellId", ""), request.get("header", {}).get("msg_id", "")
 
@@ -55,10 +55,10 @@ def forget_output(view: Any) -> None:
 
 
 def is_headless() -> bool:
-    """Return True if the current cell is run by a program that shows no page, such as nbclient, nbconvert or papermill.
+    """Return True if the current cell is run by a program without a page, such as nbclient, nbconvert or papermill.
 
-    Such a program neither answers `input()` nor sends metadata about the cell; a notebook page does at least one of the
-    two. Voilà runs cells like nbclient but then shows a live page, so the function returns False.
+    Such a program neither answers `input()` nor sends metadata about the cell, whereas a notebook page does at least
+    one of these. Voilà runs cells like nbclient but then shows a live page, so the function returns False.
     """
     request = _request()
     if os.environ.get("SERVER_SOFTWARE", "").startswith("voila"):
@@ -76,9 +76,9 @@ def freeze(path: str | os.PathLike[str]) -> int:
     notebook stays trusted. Save and close the notebook first, because an open page would overwrite the file.
 
     Raises:
-        FileNotFoundError: The file does not exist.
-        OSError: The folder cannot be written to. The file is unchanged.
-        nbformat.reader.NotJSONError, nbformat.ValidationError: The file is not a notebook.
+        FileNotFoundError: If the file does not exist.
+        OSError: If the folder cannot be written to. The file is unchanged.
+        nbformat.reader.NotJSONError, nbformat.ValidationError: If the file is not a notebook.
     """
     import nbformat
     from nbformat.sign import NotebookNotary

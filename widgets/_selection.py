@@ -9,7 +9,7 @@ from ._tokens import some
 
 
 class Trajectories:
-    """The trajectories selected in the browser. Iterable; an empty selection is falsy."""
+    """Iterable of the trajectories selected in the browser; falsy if empty."""
 
     def __init__(self, ids: Sequence[str], trajectories: Sequence[Any]) -> None:
         self.ids = tuple(ids)

@@ -44,7 +44,7 @@ class Throttle:
         timer.start()
 
     def _stuck(self, now: float) -> bool:
-        """Return True if the event loop that should make the planned call is closed, stopped or blocked by a cell."""
+        """Return True if the event loop of the planned call is closed, stopped or blocked by a cell."""
         loop = self._loop
         if loop is None or self._planned is None:
             return False

@@ -124,7 +124,7 @@ def _turn_html(
 
 
 def _line(piece: str) -> str:
-    """Return the text of a token as HTML that allows line breaks before the characters that stand for spaces."""
+    """Return the text of a token as HTML that allows line breaks before the characters that represent spaces."""
     return re.sub("·+", r"<wbr>\g<0>", escape(visible(piece, 400) + ("\n" if "\n" in piece else "")))
 
 
@@ -134,7 +134,7 @@ def _unstyled(text: str) -> str:
 
 
 def _raised(value: float, summary: dict[str, Any]) -> str:
-    """Return a superscript digit that shows the position of a value on its scale, like the colour from `_shade`."""
+    """Return a superscript digit that shows the position of a value on its scale, as the colour of `_shade` does."""
     if np.isnan(value):
         return "ˣ"
     if summary["scale"] == "flag":
@@ -187,7 +187,7 @@ def _shade(value: float, summary: dict[str, Any]) -> str:
 
 
 def fraction(value: float, summary: Mapping[str, Any]) -> tuple[float, bool]:
-    """Return how far a value is from the neutral point of its scale (0 to 1), and whether it is above this point."""
+    """Return the distance of a value from the neutral point of its scale (0 to 1), and True if it is above this."""
     lo, hi = summary.get("lo", 0.0), summary.get("hi", 1.0)
     if np.isinf(value):
         full = summary["scale"] == "around" or (value > 0) == (summary["scale"] == "up")

@@ -31,8 +31,8 @@ class Signal:
     Attributes:
         name: The value of `TokenView.signal` that selects this signal.
         label: The name shown on the page.
-        scale: "up" draws a bar from the bottom; "down" a bar from the top, longer for lower values; "around" a bar up
-            or down from `middle`; "flag" a mark on the tokens for which the signal is set.
+        scale: "up" draws a bar from the bottom, "down" a bar from the top that is longer for lower values, "around" a
+            bar up or down from `middle`, and "flag" a mark on the tokens for which the signal is set.
         unit: The unit of the values, such as "nats".
         middle: The neutral value of an "around" scale.
         fixed: The range of the scale, if it does not depend on the data.
@@ -123,7 +123,7 @@ def visible(piece: str, limit: int = 120) -> str:
 
 
 def flags(piece: str) -> int:
-    """Return bit flags of a token's text: 1 if it looks like a special token, 2 if it ends a line, 4 if it is blank."""
+    """Return the sum of flags for a token's text: 1 for a likely special token, 2 for a line end, 4 for blank text."""
     return bool(_SPECIAL.fullmatch(piece)) + 2 * ("\n" in piece) + 4 * (not piece.strip() and bool(piece))
 
 
@@ -168,7 +168,7 @@ class Row:
 
     @property
     def spans(self) -> list[tuple[int, int, int]]:
-        """One (turn, first, last + 1) per turn, in order. `first` and `last` are indices into this row's tokens."""
+        """Tuples (turn, first, last + 1), one per turn, in order. `first` and `last` are token indices in this row."""
         if not len(self.ids):
             return []
         cuts = np.flatnonzero(np.diff(self.turn)) + 1
@@ -374,7 +374,7 @@ def describe(name: str) -> Signal:
 
 
 def summary(signal: Signal, values: Floats, sampled: npt.NDArray[np.bool_]) -> dict[str, Any]:
-    """Compute the range of the scale and the numbers of the legend, for the live page and the static HTML."""
+    """Compute the range of the scale and the numbers in the legend, for the live page and the static HTML."""
     there = values[~np.isnan(values)]
     finite = there[np.isfinite(there)].astype(np.float64)
     out: dict[str, Any] = {
@@ -384,8 +384,8 @@ def summary(signal: Signal, values: Floats, sampled: npt.NDArray[np.bool_]) -> d
     }  # fmt: skip
     if len(finite):
         out.update(min=float(finite.min()), max=float(finite.max()), mean=float(finite.mean()))
-        # Clip the range at quantiles, so that one extreme token does not make all others look alike. The legend shows
-        # the number of clipped values.
+        # Clip the range at quantiles, so that all other tokens do not look the same because of one extreme token. The
+        # legend shows the number of clipped values.
         many = len(finite) >= 200
         low, high = np.quantile(finite, (0.01, 0.99)) if many else (finite.min(), finite.max())
         if signal.fixed is not None:
@@ -421,7 +421,7 @@ class Span:
 
 
 class Selection:
-    """The token spans selected in the browser. Iterable; falsy if empty."""
+    """Iterable of the token spans selected in the browser; falsy if empty."""
 
     def __init__(self, spans: Iterable[Span], rows: list[Row]) -> None:
         self.spans = tuple(spans)

@@ -25,7 +25,7 @@ _TASKS = 500
 
 @dataclass(frozen=True)
 class Entry:
-    """The parts of a trajectory that the view keeps: its numbers and references to its texts, but not its tokens.
+    """Parts of a trajectory that the view keeps: its numbers and references to its texts, but not its tokens.
 
     Attributes:
         label: The id of the trajectory, or "chain 3" if the id of its task is a hash.
@@ -141,7 +141,7 @@ def shared_turns(paths: list[tuple[int, tuple[Any, ...]]], at: int = 0) -> list[
 
 
 def _texts(texts: list[str]) -> dict[str, bytes]:
-    """Encode texts as one concatenated buffer and the byte offsets at which they begin and end."""
+    """Encode texts as one buffer and the byte offsets at which they begin and end."""
     data = [text.encode("utf-8", "backslashreplace") for text in texts]
     ends = np.cumsum([0, *(len(d) for d in data)], dtype=np.int64)
     return {"text": b"".join(data), "ends": ends.astype("<i4").tobytes()}
@@ -160,7 +160,7 @@ def metric_columns(kept: list[Entry], limit: int = METRICS) -> list[str]:
 
 
 def payload(kept: list[Entry], dropped: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the data of the list as JSON and as buffers. The texts of each task are included once."""
+    """Return the data of the list as a JSON-compatible dict and as buffers. Each task's texts are included once."""
     outcomes = [outcome_of(k, dropped) for k in kept]
     stops, stop = _codes([k.stop for k in kept])
     _, group = _codes([k.group for k in kept])

@@ -32,8 +32,8 @@ class ChainStepper(Opener):
     The view and the notebook's cells share one chain object, so changes made in either are visible in both. Sampling
     repeatedly at the same turn draws different samples. `to_code()` returns code for a cell that reproduces the chain.
 
-    A chain can be scored only after it has ended, because scoring closes it. Unless the chain held a sandbox, scoring
-    can be undone: the view then shows a fork with the same turns and seeds.
+    A chain can be scored only after it has ended, because scoring closes it. If the chain held no sandbox, scoring can
+    be undone: the view then shows a fork with the same turns and seeds.
 
     Args:
         chain: A chain, or an agent if `task` is given.
@@ -93,7 +93,7 @@ class ChainStepper(Opener):
         self._drawn_at: tuple[Any, Any] | None = None
         # Seeds of the actions that were sampled after each turn, as id(turn) -> (turn, seeds).
         self._seeds: dict[int, tuple[Any, set[int]]] = {}
-        # Forks made just before a chain was scored, by chain id. Undoing the scoring continues in the fork.
+        # Maps the id of a scored chain to a fork made just before scoring, which replaces the chain if this is undone.
         self._spares: dict[str, Any] = {}
         self._code_open = False
         self._at = 0
@@ -124,7 +124,7 @@ class ChainStepper(Opener):
         return Trajectories((now.id,), (now,))
 
     def refresh(self) -> None:
-        """Send the chain's current state. Called automatically whenever the chain changes while a page is open."""
+        """Send the chain's current state. This is called automatically when the chain changes while a page is open."""
         with self.hold_sync():
             self._state = self._state_of(self._doing)
             if self._code_open:
@@ -191,7 +191,7 @@ class ChainStepper(Opener):
         try:
             self.refresh()
         except Exception as error:
-            self._failed(error)  # an exception in a loop callback would go unnoticed
+            self._failed(error)  # an exception in a loop callback would not be shown
 
     def _on_first_page(self) -> None:
         self.refresh()
@@ -259,7 +259,7 @@ class ChainStepper(Opener):
         self._start("sampling", lambda chain: chain.sample(greedy, attempt=0 if greedy else self._next_attempt(chain)))
 
     def _do_again(self, _: Any) -> None:
-        """Replace the last action with another sample. If that action was just undone, only sample another."""
+        """Replace the last action with another sample. If the action was just undone, only sample a new one."""
 
         async def again(chain: Any) -> None:
             before = None if allowed_operations(chain)["sample"] else chain.snapshot()

@@ -1,4 +1,4 @@
-"""Live view of a pool: sandboxes, owners, queue and events, and buttons to take, release, reset or close a sandbox.
+"""Live view of a pool's sandboxes, owners, queue and events, with buttons to take, release, reset or close a sandbox.
 
 The buttons call the pool's own `acquire`, `release` and `recycle`, so the view works with every sandbox class.
 """
@@ -41,7 +41,7 @@ _views: weakref.WeakSet[PoolView] = weakref.WeakSet()
 
 
 class Sandboxes:
-    """A snapshot of sandboxes and their leases. Iterating yields one row per sandbox; falsy if empty."""
+    """A snapshot of sandboxes and their leases. Iteration yields one row per sandbox; an empty snapshot is falsy."""
 
     def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
         self._rows = tuple(rows)
@@ -120,7 +120,7 @@ class PoolView(LiveView):
 
     @property
     def held(self) -> dict[int, Any]:
-        """Mapping from number to sandbox, for the sandboxes leased with the Take button and not yet released."""
+        """Dict from number to sandbox, for the sandboxes that were leased with the Take button and not yet released."""
         for number in [number for number, lease in self._taken.items() if lease.released]:
             self._taken.pop(number, None)
         return {number: lease.sandbox for number, lease in self._taken.items()}
@@ -280,7 +280,7 @@ def _logging(log: deque[tuple[float, Any]], listener: Callable[..., None]) -> Ca
 
 
 def _refresh_soon(view_ref: Callable[[], Any], loop: asyncio.AbstractEventLoop | None) -> None:
-    """Refresh a view on its event loop. Called from any thread when the view's pool is garbage-collected."""
+    """Refresh a view on its event loop. This is called from any thread when the view's pool is garbage-collected."""
     view = view_ref()
     if view is not None and view.comm is not None and loop is not None and not loop.is_closed():
         loop.call_soon_threadsafe(view._refresh_safely)
@@ -362,7 +362,7 @@ def _page(state: dict[str, Any], points: Sequence[tuple[float, ...]], limit: int
 
 
 def _timeline(points: Sequence[tuple[float, ...]]) -> list[str]:
-    """Draw the shares of leased, starting and idle sandboxes over the last minute of the history."""
+    """Draw the fractions of leased, starting and idle sandboxes in the last minute of the history."""
     points = [point for point in points if points[-1][0] - point[0] <= _HISTORY_SECONDS]
     if len(points) < 3:
         return []

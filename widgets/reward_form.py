@@ -57,7 +57,7 @@ class RewardForm(ChainsView):
     settable: ClassVar[frozenset[str]] = frozenset()
     actions: ClassVar[frozenset[str]] = frozenset({"score", "cancel", "look"}) | ChainsView.picking
 
-    # True while trajectories are being scored, or a task that scores them has been created.
+    # True while trajectories are being scored, or when a task that will score them has been created.
     busy = traitlets.Bool(False).tag(sync=True)
     _about = traitlets.Dict().tag(sync=True)
     _progress = traitlets.List([0, 0]).tag(sync=True)
@@ -94,7 +94,7 @@ class RewardForm(ChainsView):
     # --- scoring ---
 
     async def score(self) -> Any:
-        """Re-score every trajectory and show what changed. Return the re-scored Rollout."""
+        """Re-score every trajectory and show the changes. Return the re-scored Rollout."""
         if self._scoring is not None and self._scoring is not asyncio.current_task():
             await self._stop()
         return await self._score()
@@ -307,7 +307,7 @@ def _after_each_cell(form: RewardForm) -> Callable[[], None]:
 
     The hook holds only a weak reference to the form.
     """
-    ipython = sys.modules.get("IPython")  # without IPython there is no shell
+    ipython = sys.modules.get("IPython")  # if IPython was not imported, there is no shell
     shell = None if ipython is None else ipython.get_ipython()
     if shell is None:
         return lambda: None
@@ -334,7 +334,7 @@ def _after_each_cell(form: RewardForm) -> Callable[[], None]:
 
 
 def change_of(old: Any, new: Any) -> str:
-    """Classify how a trajectory's score changed, as one of `KINDS`."""
+    """Return the kind of change in a trajectory's score, one of `KINDS`."""
     if old.reward is None or new.reward is None:
         return "same" if old.reward is new.reward else "scored" if old.reward is None else "unscored"
     if bool(old.success) != bool(new.success):

@@ -32,7 +32,7 @@ _TINTS = {
     "cancelled": "128,128,128", "succeeded": "40,160,90", "unscored": "128,128,128",
 }  # fmt: skip
 _ENDS = ("done", "stopped", "interrupted", "failed")
-# Sort rank of chains by state. Chains in all other states are running; they have rank 0 and come first.
+# Maps the state of a chain to its rank in the list. Chains in all other states are running; their rank is 0.
 _RANK = {"queued": 1, "failed": 2, "unscored": 2, "succeeded": 3, "done": 3, "cancelled": 4}
 # Length of the window over which the rate is averaged, in seconds.
 _WINDOW = 20.0
@@ -60,7 +60,7 @@ class RolloutView(ChainsView, LiveView):
     _about = traitlets.Dict().tag(sync=True)
     # Trajectory ids; sent again only when they change.
     _names: traitlets.List[Any] = traitlets.List().tag(sync=True)
-    # Distinct texts shown next to the states (tools, stop reasons), which the buffers refer to by index.
+    # Distinct texts shown next to the states (tools, stop reasons). The buffers contain their indices.
     _details: traitlets.List[Any] = traitlets.List().tag(sync=True)
     _buffers = traitlets.Dict().tag(sync=True)
 
@@ -95,7 +95,7 @@ class RolloutView(ChainsView, LiveView):
             if view is None or view.comm is None:
                 return
             if not view.resting:
-                view._throttle.schedule()  # runs a last time after the run is garbage-collected, to report it
+                view._throttle.schedule()  # called a last time after the run is garbage-collected, to report this
             if view.record is not None and (view._training or view._about.get("state") not in _ENDS):
                 loop.call_later(pause, tick)
 
@@ -263,7 +263,7 @@ _INDEX = {name: i for i, name in enumerate(RESULTS)}
 
 
 def _result(chain: Any) -> str:
-    """Return the state of a chain; for a chain in state "done", return its result."""
+    """Return the state of a chain, or its result if the state is "done"."""
     if chain.state != "done":
         return str(chain.state)
     return "unscored" if chain.reward is None else "succeeded" if chain.success else "done"

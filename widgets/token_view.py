@@ -35,7 +35,8 @@ class TokenView(View):
 
     Args:
         source: A Trajectory, a sequence of trajectories, a Group, Rollout or Batch, or Stats with detail=True.
-        compare: A second source, matched by (trajectory id, token span). Its values are marked ′, and differences Δ.
+        compare: A second source, matched by (trajectory id, token span). Its values are marked with ′, differences with
+            Δ.
         signal: The signal that colours the tokens, one of `view.signals`.
         agent: The agent that produced the trajectories, needed by the "step by hand" button. The button opens a chain
             with the turns of the trajectory in a ChainStepper, `view.stepper`.

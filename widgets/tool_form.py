@@ -33,7 +33,7 @@ class Call:
 
 
 class Calls:
-    """The calls made with a form. Iterable; falsy if empty."""
+    """Iterable of the calls made with a form; falsy if empty."""
 
     def __init__(self, tool: str, calls: Sequence[Call]) -> None:
         self.tool = tool
@@ -98,7 +98,7 @@ class ToolForm(Opener):
     _about = traitlets.Dict().tag(sync=True)
     # The call shown.
     _result = traitlets.Dict().tag(sync=True)
-    # One [number, abbreviated arguments, ok] per call kept.
+    # For each call kept: [number, abbreviated arguments, ok].
     _calls: traitlets.List[Any] = traitlets.List().tag(sync=True)
 
     def __init__(self, tool: Any, pool: Any = None, task: Any = None, *, agent: Any = None) -> None:
@@ -114,7 +114,7 @@ class ToolForm(Opener):
             raise TypeError(f"task must be a Task, such as tasks[0], got {task!r}")
         self._pool = weakref.ref(pool) if pool is not None else None
         self._task = task
-        # One (arguments, ToolResult) per call kept, oldest first.
+        # For each call kept: (arguments, ToolResult), oldest first.
         self.results: list[tuple[Any, Any]] = []
         self._made = 0
         self._picked: int | None = None

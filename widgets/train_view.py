@@ -148,11 +148,11 @@ class TrainView(ChainsView, LiveView):
         self._poll()
 
     def _poll(self) -> None:
-        """Poll the states of the runs, which are not part of the records, until all runs have ended."""
+        """Poll the states of the runs, which the records do not contain, until all runs have ended."""
         loop, view_ref = self._loop, weakref.ref(self)
         if self._polling or loop is None or loop.is_closed():
             return
-        # After its last record, a run still writes a checkpoint.
+        # A run still writes a checkpoint after its last record.
         if not any(each.control["can"] or each.state == "running" for each in self._sources):
             return
         self._polling = True

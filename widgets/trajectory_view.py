@@ -1,4 +1,4 @@
-"""View of many trajectories as a list, with the selected ones side by side."""
+"""View of many trajectories as a list, which shows the selected ones side by side."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class TrajectoryView(Opener):
     # The selected trajectories, turn by turn.
     _detail = traitlets.Dict().tag(sync=True)
     _query = traitlets.Unicode("").tag(sync=True)
-    # Search result, with one bit per trajectory.
+    # Result of the search, with one bit per trajectory.
     _found = traitlets.Dict().tag(sync=True)
     _code = traitlets.Dict().tag(sync=True)
-    # Non-empty notes, by trajectory index.
+    # Non-empty notes, keyed by trajectory index.
     _notes = traitlets.Dict().tag(sync=True)
-    # Whether selected trajectories are shown as chats, or turn by turn.
+    # True to show selected trajectories as chats, False to show them turn by turn.
     _chat = traitlets.Bool(True).tag(sync=True)
 
     def __init__(self, source: Any, *, batch: Any = None, agent: Any = None) -> None:

@@ -9,7 +9,7 @@ import weakref
 from typing import Any
 
 _Results = list[tuple[asyncio.Future[Any], Any]]
-# Undelivered results by event loop. An event loop in this dict has been woken and need not be woken again.
+# Maps each event loop to its undelivered results. A loop in this dict has been woken and need not be woken again.
 _pending: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Results] = weakref.WeakKeyDictionary()
 _lock = threading.Lock()
 

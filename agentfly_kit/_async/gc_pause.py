@@ -1,7 +1,8 @@
 """Less frequent garbage collection while chains run.
 
 Thousands of waiting chains keep hundreds of thousands of objects alive. With Python's default thresholds, traversing
-them took a quarter of the running time. Full collections, which also traverse the objects of PyTorch, took nearly half.
+these objects took a quarter of the running time. Full collections, which also traverse PyTorch's objects, took nearly
+half of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Time limits that do not count the time in which the event loop is blocked, and detection of coroutines that block it.
+"""Time limits that exclude the time during which the event loop is blocked, and detection of coroutines that block it.
 
 A coroutine that calls `time.sleep` or computes for long delays all other calls in its event loop. Their time limits
 would expire, although they could not run.
@@ -20,7 +20,7 @@ _BLOCKED = 2 * _INTERVAL  # an event loop that does not tick for longer is block
 
 
 class _Clock:
-    """Clock of one event loop, which stands still while the loop is blocked."""
+    """Clock of one event loop, which stops while the loop is blocked."""
 
     def __init__(self) -> None:
         self.time = self.read_at = 0.0
@@ -49,18 +49,18 @@ _clocks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Clock] = weakref.
 
 
 def now() -> float:
-    """Return the clock of the running event loop in seconds, which stands still while the loop is blocked."""
+    """Return the time in seconds on the running event loop's clock, which stops while the loop is blocked."""
     loop = asyncio.get_running_loop()
     return _clocks.setdefault(loop, _Clock()).read(loop)
 
 
 class Timer:
-    """Call of `callback()` after `seconds` in which the running event loop was not blocked."""
+    """Timer that calls `callback()` after `seconds`, excluding time during which the running event loop is blocked."""
 
     def __init__(self, seconds: float, callback: Callable[[], object]) -> None:
         loop = asyncio.get_running_loop()
         self.at = now() + seconds
-        self.extended_to = 0.0  # end of the last period that does not count (`time.perf_counter`)
+        self.extended_to = 0.0  # end of the last excluded period (`time.perf_counter`)
         self.callback = callback
         self.clock = _clocks[loop]
         self.clock.timers.add(self)
@@ -76,7 +76,7 @@ _current: ContextVar[tuple[Timer, ...]] = ContextVar("timers", default=())
 
 @asynccontextmanager
 async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Async context manager like `asyncio.timeout`, which does not count the time in which the loop is blocked."""
+    """Async context manager like `asyncio.timeout`, but without the time during which the loop is blocked."""
     async with asyncio.timeout(None) as limit:
         if seconds is None:
             yield limit
@@ -91,7 +91,7 @@ async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
 
 
 def extend(start: float, end: float) -> None:
-    """Do not count a period (`time.perf_counter`) towards the limits of the current task, which was held up."""
+    """Exclude a period (`time.perf_counter`), in which the current task was held up, from the task's time limits."""
     for timer in _current.get():
         timer.at += max(0.0, end - max(start, timer.extended_to))
         timer.extended_to = max(end, timer.extended_to)

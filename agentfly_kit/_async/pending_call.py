@@ -35,7 +35,7 @@ class PendingCall(Coroutine[Any, Any, T], Generic[T]):
     def _running(self) -> Coroutine[Any, Any, T]:
         if self._coroutine is None:
             assert self._start is not None
-            # Create the coroutine only now. Otherwise, Python would also issue its own warning about a missing `await`.
+            # Create the coroutine only now. Otherwise, Python would issue its own warning if `await` is missing.
             start, self._start = self._start, None
             self._coroutine = start()
         return self._coroutine
@@ -109,7 +109,7 @@ async def maybe_await(value: Any) -> Any:
 
 
 def cancelling() -> bool:
-    """Return True if the current task itself was cancelled, and not only an operation that it awaits."""
+    """Return True if the current task itself was cancelled, not only an operation that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
 

@@ -1,10 +1,10 @@
 """Run sync functions in threads, so that they do not block the event loop.
 
-Calls that use a leased sandbox run in the sandbox's own thread, one after another: objects such as an SQLite connection
-can only be used in the thread that created them, and a call that was given up could change what later calls see. Other
+Calls that use a leased sandbox run in the sandbox's own thread, one at a time: objects such as an SQLite connection can
+only be used in the thread that created them, and an abandoned call could change the state that later calls see. Other
 calls run in any idle thread, or in a new one.
 
-The threads are daemons, which those of `concurrent.futures` and anyio are not: a call that never returns must not
+Unlike those of `concurrent.futures` and anyio, the threads are daemons, because a call that never returns must not
 prevent the interpreter from exiting.
 """
 
@@ -51,7 +51,7 @@ class _Call:
 
     def __init__(self, work: Callable[[], Any], workers: tuple[Worker, ...]) -> None:
         self.work = work
-        self.pooled = not workers  # whether the worker becomes idle after this call
+        self.pooled = not workers  # True if the worker becomes idle after this call
         self.workers = workers or (_idle_worker(),)
         for worker in self.workers:
             worker._unfinished.add(self)
@@ -84,7 +84,7 @@ class _Call:
 
 
 class Worker:
-    """Thread that runs calls in order. It starts with the first call, and ends when the worker is not used any more."""
+    """Thread that runs calls in order. It starts with the first call, and ends when the worker is garbage-collected."""
 
     def __init__(self) -> None:
         self._discarded = False
@@ -93,12 +93,12 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether a call is running or waiting."""
+        """True if a call is running or waiting."""
         return bool(self._unfinished)
 
     @property
     def discarded(self) -> bool:
-        """Whether the sandbox must be replaced when it is released, because a call was given up or has failed."""
+        """True if the sandbox must be replaced when it is released, because a call was abandoned or has failed."""
         return self._discarded or self.busy
 
     def discard(self) -> None:
@@ -128,7 +128,7 @@ def current() -> tuple[Worker, ...]:
 
 @contextmanager
 def using(*workers: Worker) -> Iterator[None]:
-    """Run sync calls of this task in the thread of the first worker, and with none, in any thread."""
+    """Run sync calls of this task in the thread of the first worker, or in any thread if no worker is given."""
     before = _workers.get()
     _workers.set(tuple(dict.fromkeys(workers)))
     try:
@@ -171,7 +171,7 @@ if hasattr(os, "register_at_fork"):  # Windows cannot fork
 
 
 async def run_off_loop(work: Callable[[], T], timeout: float | None) -> tuple[T | None, BaseException | None]:
-    """Run `work()` on another thread, see `using`. Return (value, None), or (None, exception) if it raises.
+    """Run `work()` on another thread (see `using`). Return (value, None), or (None, exception) if it raises.
 
     Raises CallTimeout after `timeout` seconds (None for no limit). After a timeout or a cancellation of the caller, the
     thread continues to run.
@@ -189,7 +189,7 @@ async def run_off_loop(work: Callable[[], T], timeout: float | None) -> tuple[T 
 
 
 async def call(function: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Run a function on another thread, see `using`. Return its result, or raise its exception."""
+    """Run a function on another thread (see `using`). Return its result, or raise its exception."""
     value, error = await run_off_loop(functools.partial(function, *args, **options), None)
     if error is not None:
         raise error
@@ -226,9 +226,9 @@ def _stop_threads() -> None:
 
 
 def join_busy(threads: Iterable[threading.Thread]) -> None:
-    """Wait for threads at interpreter exit, until they have ended or use no CPU time any more.
+    """Wait at interpreter exit until the given threads have ended or no longer use CPU time.
 
-    A busy machine may need long for the last step of a computation.
+    On a busy machine, the last step of a computation may take long.
     """
     left = list(threads)
     for _ in range(_STOP_ATTEMPTS):

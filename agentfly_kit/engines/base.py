@@ -25,7 +25,7 @@ class Engine(Displayable, ABC):
             requests.
         author: Author of the sampled tokens: "policy" if they can be trained on, otherwise for example "script".
         vocab_size: Number of tokens in the vocabulary; None if unknown.
-        remote: True if servers, which other processes may share, hold the weights.
+        remote: True if the weights are on servers, which other processes may share.
     """
 
     tokens: Literal["exact", "none"] = "exact"
@@ -59,7 +59,7 @@ class Engine(Displayable, ABC):
         """
 
     def _check_ids(self, ids: Sequence[int]) -> None:
-        """Raise EngineError if a prompt leaves no space for an action, or has ids that the vocabulary does not have."""
+        """Raise EngineError if a prompt leaves no space for an action, or contains ids outside the vocabulary."""
         if len(ids) >= self.max_length:
             raise EngineError(f"{len(ids)} ids leave no space for an action in a context of {self.max_length} tokens")
         if self.vocab_size and not 0 <= min(ids) <= max(ids) < self.vocab_size:

@@ -34,12 +34,12 @@ class FleetMember(Displayable):
     Attributes:
         name: Address of the server, or class and index of an engine without one.
         engine: The engine.
-        state: "up"; "down" after a failed update or check, or if another engine had to answer its request; "stale"
+        state: "up"; "down" after a failed update or check, or if another engine had to take over a request; "stale"
             if the engine's logprobs differ from those of the policy. Only engines that are up receive requests.
         running: Number of requests in progress.
         sessions: Unfinished chains that are assigned to this engine.
         gap: Largest difference in nats between the engine's and the policy's logprobs in the last check.
-        reason: Why the engine is not up.
+        reason: The reason why the engine is not up.
     """
 
     name: str
@@ -49,7 +49,7 @@ class FleetMember(Displayable):
     sessions: set[str] = field(default_factory=set, repr=False)
     gap: float = math.nan
     reason: str = ""
-    # Tokens and logprobs from the engine in the last check, and the policy's logprobs of these tokens.
+    # Tokens and logprobs that the engine returned in the last check, and the policy's logprobs of these tokens.
     answer: _Answer | None = field(default=None, repr=False)
     expected: tuple[float, ...] = field(default=(), repr=False)
     # True after a failed request, until the engine has passed a check.
@@ -64,8 +64,8 @@ class Fleet(Engine):
     is lost.
 
     `update` sends the weights of the policy to all engines, then compares a few logprobs of each engine with those of
-    the policy. An engine that fails or has other weights is excluded with a warning until the next update. `members`
-    shows the state of each engine.
+    the policy. An engine that fails or has different weights is excluded with a warning until the next update.
+    `members` shows the state of each engine.
 
     Args:
         engines: At least one engine. Either all must return token ids, or all must return text.
@@ -177,7 +177,7 @@ class Fleet(Engine):
                 member.engine.release(session)
 
     async def _run(self, ids: Sequence[int], session: str | None, call: Callable[[Engine], Awaitable[Any]]) -> Any:
-        """Call engines one after another until a call succeeds, and return its result."""
+        """Call engines one at a time until a call succeeds, and return its result."""
         if not self._checked:
             async with self._lock():
                 if not self._checked:
@@ -300,7 +300,7 @@ class Fleet(Engine):
         self._checked = True
 
     def _why_stale(self, member: FleetMember, answer: _Answer, expected: tuple[float, ...], policy: Any) -> str:
-        """Return why the engine does not have the expected weights, or "" if it has them."""
+        """Return the reason why the engine does not have the expected weights, or "" if it has them."""
         limit = self.tolerance or (1e-3 if policy is None or policy.model.dtype.itemsize >= 4 else 0.05)
         if not member.gap <= limit:
             dtype = getattr(member.engine, "dtype", None)
@@ -308,7 +308,7 @@ class Fleet(Engine):
                 f"its logprobs differ by {member.gap:.2g} nats from the expected ones, more than {limit:g}: it has "
                 f"other weights, or another precision than the policy{f' (its dtype is {dtype})' if dtype else ''}"
             )
-        # The logprobs of an engine that missed a small update are within the tolerance, but have not changed at all.
+        # If an engine missed a small update, its logprobs are within the tolerance, but have not changed at all.
         moved = max((abs(a - b) for a, b in zip(member.expected, expected, strict=False)), default=0.0)
         if answer == member.answer and moved > limit / 10:
             return f"its logprobs are the same as before the update, which changed those of the policy by {moved:.2g}"

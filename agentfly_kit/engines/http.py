@@ -75,7 +75,7 @@ class RetryingClient:
             method: "GET" or "POST".
             path: Path below `base_url`, or an address.
             body: Body, sent as JSON.
-            retries: Number of retries, if not that of the client.
+            retries: Number of retries; by default that of the client.
 
         Raises:
             Refused: If the server rejects the request with a status after which no retry is made.

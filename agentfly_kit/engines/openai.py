@@ -25,7 +25,7 @@ from agentfly_kit.errors import EngineError, SettingsError, check_choice, check_
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
 from agentfly_kit.types import Message, ToolCall
 
-# Sampling from the unmodified distribution.
+# Settings that sample from the unmodified distribution.
 _NEUTRAL = {
     "top_p": 1.0, "top_k": 0, "min_p": 0.0,
     "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
@@ -60,9 +60,9 @@ class OpenAIEngine(Engine):
         extra_body: Additional fields of each request.
         weights: How `update` sends weights: "shm" through shared memory to a server on this machine, "http" over a
             socket that this process opens for the duration of an update, or "auto" for "shm" if the server's address
-            is a loopback address and "http" otherwise. The weights are not encrypted. For "http", the server
-            connects to the address from which this machine reaches the server; if it must use another address, pass
-            that address instead, such as "http://10.0.0.5:7000".
+            is a loopback address and "http" otherwise. The weights are not encrypted. For "http", the server connects
+            to the address of the interface through which this machine reaches the server. If the server must use
+            another address, pass it here, such as "http://10.0.0.5:7000".
 
     Raises:
         EngineError, SettingsError: If a setting is invalid.
@@ -107,7 +107,7 @@ class OpenAIEngine(Engine):
         # True if the server returns logprobs after temperature scaling.
         self._logprobs_tempered = False
         self._extra = dict(extra_body or {})
-        # Name of the field in which the server returns thinking, and expects it in earlier messages.
+        # Name of the message field in which the server sends and expects thinking.
         self._thinking_field = "reasoning_content"
         self._length = max_length
         self.weights = weights
@@ -206,7 +206,7 @@ class OpenAIEngine(Engine):
                 )
 
     async def _logprobs_after_temperature(self) -> bool | None:
-        """Return whether temperature scaling affects the server's logprobs; None if it returns no ids or logprobs.
+        """Return True if temperature scaling affects the server's logprobs; None if it returns no ids or logprobs.
 
         Temperature 2 halves the logits, and therefore the difference between the logprobs of any two tokens.
         """
@@ -307,7 +307,7 @@ class OpenAIEngine(Engine):
             "max_tokens": limit or sampling.max_tokens,
             "temperature": sampling.temperature,
             "logprobs": 1,
-            # Otherwise the server takes them from the model's generation_config.json, and the logprobs are wrong.
+            # Without these, the server uses the model's generation_config.json, and the logprobs are wrong.
             **_NEUTRAL,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,

@@ -53,7 +53,7 @@ class VLLMServer(Displayable):
         environment: dict[str, str] | None = None,
         **engine_args: Any,
     ) -> None:
-        # This engine is never started; it provides the model's folder and settings.
+        # This engine is never started. It only provides the model's folder and settings.
         self._model = VLLMEngine(policy, **engine_args)
         self._environment = environment or {}
         self.port = port
@@ -120,7 +120,7 @@ class VLLMServer(Displayable):
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # interrupting a notebook's kernel signals the process group of the kernel
+                start_new_session=True,  # an interrupt of a notebook is sent to the kernel's whole process group
             )
         self._finalizer.detach()
         self._finalizer = weakref.finalize(self, _stop, self._process, self._folder)
@@ -128,7 +128,7 @@ class VLLMServer(Displayable):
     def _flags(self) -> list[str]:
         settings = self._model._settings()
         flags = ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", _MODEL]
-        flags.append("--disable-uvicorn-access-log")  # which has one line per request
+        flags.append("--disable-uvicorn-access-log")  # it would contain one line per request
         for name, value in settings.items():
             flag = name.replace("_", "-")
             if isinstance(value, bool):

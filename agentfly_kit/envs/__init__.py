@@ -36,7 +36,7 @@ _WHERE = {
     "tools": "base",
 }
 
-# Names of 0.2, and what to use instead.
+# Maps names that existed in version 0.2 to their replacements.
 _REMOVED = {
     "maze": "use another family, such as af.envs.alfworld, or a maze of Gymnasium with af.envs.from_env",
     "to_gymnasium": "use af.envs.tools and af.envs.reward, or write a gymnasium.Env that calls the class",

@@ -24,12 +24,12 @@ An environment is any class whose `reset` takes the task or some of its fields. 
 
 check_task(task)    Called for every task before a rollout starts, on an instance whose `start` was not called. Raise
                     TaskError for a task that `reset` cannot use. Optional.
-reset(...)          Called before each chain. Must reset all state, because one object serves many chains in turn.
+reset(...)          Called before each chain. Must reset all state, because an instance is used for many chains in turn.
                     Parameters are filled by name: `task`, `seed`, and fields of the task; `**fields` receives all
                     fields. The return value (a string, messages or None) is appended to the task's prompt.
 tools               Methods decorated with @af.tool. Sync methods run in a thread, async methods on the event loop. All
-                    sync methods of an instance run in one thread, in order. An instance is replaced after a chain in
-                    which a call was cancelled or has timed out, because the call may continue.
+                    sync methods of an instance run in one thread, in order. If a call was cancelled or timed out, the
+                    instance is replaced after the chain, because the call may continue.
 done                True once the episode is over: the chain then stops with `env_done`. Optional.
 reward(...)         Score of the chain. Parameters are filled by name: `state`, and everything else that rewards may
                     request (final, trajectory, context, a task field, a sandbox by its class). Optional;
@@ -37,7 +37,7 @@ reward(...)         Score of the chain. Parameters are filled by name: `state`, 
 reward_sandboxes    Sandbox classes that `reward` leases with `await context.sandbox(...)`. Optional.
 state               Value that rewards may read. Defaults to a dictionary of the public attributes.
 fork(into)          Copy the state to another instance. Without it, a chain that has started cannot be forked.
-cleanup()           Called after a chain has released the environment, to stop whatever is still running. Optional.
+cleanup()           Called after a chain has released the environment, to stop anything that is still running. Optional.
 start, alive, close Used as in any other sandbox class. Optional.
 """
 
@@ -211,7 +211,7 @@ class EnvironmentReward(Reward[..., Any]):
 def _hints(method: Any) -> dict[str, Any]:
     try:
         return type_hints(method)
-    except Exception:  # a name is imported only under TYPE_CHECKING, so no parameter can request a sandbox
+    except Exception:  # a name is imported only under TYPE_CHECKING; then no parameter can request a sandbox
         return {}
 
 
@@ -236,7 +236,7 @@ async def _replay(environment: Any, sandbox_type: type, context: Context, trajec
 
 
 class ResetHook:
-    """Hook for `before_chain` that resets the chain's environment and returns the result of `reset`."""
+    """`before_chain` hook that resets the chain's environment and returns the result of `reset`."""
 
     def __init__(self, sandbox_type: type) -> None:
         self.sandbox_type = sandbox_type
@@ -336,7 +336,7 @@ _tools, _reward = tools, reward  # `agent` has parameters named `tools` and `rew
 
 
 async def _call(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call a function of the environment that the current task uses, in its thread if it is sync."""
+    """Call a function of the environment that the current task uses; a sync function runs in the instance's thread."""
     outcome = await call_user_function(function, arguments)
     if outcome.error is not None:
         if is_host_failure(outcome.error):
@@ -348,7 +348,7 @@ async def _call(function: Callable[..., Any], **arguments: Any) -> Any:
 async def _episode_is_done(environment: Any) -> bool:
     """Return the environment's `done` (an attribute, a property or a method), or False if it is not defined.
 
-    A property or method would wait for a call that was given up, so it counts as False then.
+    While an abandoned call still runs, a property or method would wait for it, so the result is then False.
     """
     is_property = isinstance(getattr(type(environment), "done", False), property)
     done = (lambda: environment.done) if is_property else getattr(environment, "done", False)

@@ -1,4 +1,4 @@
-"""code: write a Python function that passes its tests, with an interpreter to try code in.
+"""code: write a Python function that passes its tests, with an interpreter for trying out code.
 
 A `Grader` tests the submission in fresh processes, separate from the interpreter; the process that runs the submission
 does not contain the tests. There are two task sets: "steps" (any number, generated from a restricted grammar of short
@@ -40,7 +40,7 @@ def code_in(text: str) -> str:
 
 @forward_signature(PythonSandbox, packages=False)
 class Code:
-    """Environment for one programming task, with an interpreter to try code in.
+    """Environment for one programming task, with an interpreter for trying out code.
 
     Args:
         partial: if true, the reward is the fraction of tests that pass; otherwise it is 1 if all pass, else 0.
@@ -248,7 +248,7 @@ def load(path: str | os.PathLike[str], *, shown: int | None = 1) -> Tasks:
         shown: number of tests included in the question. One test is enough to show the function's name; the others
             stay hidden. None includes all, as in MBPP's own prompt.
 
-    Raises:  TaskError naming the file, the row and what is missing.
+    Raises:  TaskError, with the file, the row and the missing field.
     """
     file = existing_file(path, "pass the path of MBPP's mbpp.jsonl or sanitized-mbpp.json")
     if shown is not None:

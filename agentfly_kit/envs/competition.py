@@ -1,4 +1,4 @@
-"""competition: small machine-learning competitions, scored by the position on a leaderboard (as in MLE-Dojo).
+"""competition: small machine-learning competitions, scored by leaderboard position (as in MLE-Dojo).
 
 A chain writes Python programs that read train.csv and test.csv and write submission.csv. The programs run in a sandbox
 with the standard library only. The labels of the test rows never enter the sandbox: the environment reads
@@ -48,7 +48,7 @@ def position(score: float, leaderboard: Sequence[float], *, lower: bool = False)
     Args:
         score: score of the submission.
         leaderboard: scores of the N competitors, in any order.
-        lower: whether lower scores are better.
+        lower: True if lower scores are better.
 
     Raises:
         SettingsError: if a number is NaN.
@@ -76,7 +76,7 @@ def read_submission(text: str, ids: Sequence[int]) -> list[float]:
     """Parse the text of a submission.csv and return the predictions, in the order of `ids`.
 
     Raises:
-        ToolError: naming the first line that is wrong.
+        ToolError: if the text is invalid. The message describes the first error.
     """
     header, *lines = text.strip().splitlines() or [""]
     if header.strip() != "id,y":
@@ -205,7 +205,7 @@ _REFUSED = {
 
 # Default settings of the sandbox. `preload` lists the modules that baselines.py imports.
 _SETTINGS: dict[str, Any] = {"packages": False, "max_output": 2**17, "preload": ("csv", "math")}
-# Maps the name of a competition and a program to the predictions that it submits, for `reuse`.
+# Maps the name of a competition and a program to the program's predictions, for `reuse`.
 _KNOWN: dict[tuple[str, str], list[float]] = {}
 _MAX_KNOWN = 4096
 
@@ -218,7 +218,7 @@ class Contest(SandboxEnvironment):
 
     Args:
         shaped: if true, the turn reward of a submission is the amount by which it improves the best position, and the
-            final reward is 0. This does not change the total reward. Submitting the same file again earns nothing.
+            final reward is 0. This does not change the total reward. Submitting the same file again has reward 0.
         seconds: time limit for one program.
         reuse: if the first program of a chain succeeded before as the first program of another chain of the same
             competition, reuse its predictions instead of running it again. The programs must be
@@ -231,9 +231,9 @@ class Contest(SandboxEnvironment):
     def __init__(self, *, shaped: bool = False, seconds: float = 5.0, reuse: bool = False, **sandbox: Any) -> None:
         self._sandbox = PythonSandbox(**(_SETTINGS | sandbox))
         self._shaped, self._seconds, self._reuse = shaped, seconds, reuse
-        # The program whose predictions were reused, until it runs before the next program.
+        # The program whose predictions were reused and which must still run before the next program.
         self._skipped: str | None = None
-        # Whether the interpreter is unused, and whether the files of the current competition are in its folder.
+        # True if the interpreter is unused; True if the files of the current competition are in its folder.
         self._fresh, self._written = True, False
         self.best, self.submissions, self.events = 0.0, 0, list[str]()
 
@@ -309,7 +309,7 @@ class Contest(SandboxEnvironment):
         return "The initial files of the folder were restored."
 
     async def _run(self, code: str, *, submit: bool) -> tuple[bool, str, float]:
-        """Run a program and return whether it succeeded, the observation, and the improvement of the best position."""
+        """Run a program. Return (whether it succeeded, the observation, the improvement of the best position)."""
         try:
             predictions = await self._predictions(code)
         except ToolError as error:

@@ -1,7 +1,7 @@
 """Exact evaluation of arithmetic expressions: integers, fractions, decimals, powers and roots.
 
-Expressions are parsed, never executed. Anything but arithmetic is rejected, and so are numbers of more than 400 digits.
-Therefore the running time of every function is bounded.
+Expressions are parsed, never executed. Everything except arithmetic is rejected, as are numbers with more than 400
+digits, so the running time of every function is bounded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LATEX = (
 
 
 class NotArithmetic(ValueError):
-    """Raised for text that is not an exactly computable expression. The message may be shown to a model."""
+    """Raised for text that is not an expression with an exact value. The message may be shown to a model."""
 
 
 def value(text: str) -> Any:
@@ -97,7 +97,7 @@ def _checked(number: Any) -> Any:
 
 
 def _sign(number: Any) -> int:
-    """Return the sign of a real number. In contrast to SymPy's sign properties, this always terminates."""
+    """Return the sign of a real number. Unlike SymPy's sign properties, this function always terminates."""
     if not number.is_Rational:
         number = number.evalf(15, maxn=_PRECISION)
         if abs(number) * 10**_COMPARED < 1:
@@ -160,7 +160,7 @@ def same(a: str, b: str) -> bool | None:
 
 
 def equivalent(response: str | None, answer: str | float) -> bool:
-    """Return whether a response equals the reference answer, without a sandbox.
+    """Return True if a response equals the reference answer. No sandbox is used.
 
     If a text contains `\\boxed{...}`, its content is compared. Two arithmetic expressions are compared by value, other
     texts as strings. For LaTeX such as sets and intervals, use the reward of `af.envs.math`.

@@ -92,7 +92,7 @@ class Family(Displayable):
         install: Command that installs `needs` and `programs`.
         splits: Default number of tasks per split.
         pool_size: Size of an agent's environment pool; chains wait while all instances are leased.
-        acquire_timeout: How long a chain waits for an environment, in seconds.
+        acquire_timeout: Maximum time in seconds for which a chain waits for an environment.
     """
 
     name: str
@@ -184,7 +184,7 @@ class Family(Displayable):
         """Create an agent whose scripted player solves the tasks. Its reward is an upper bound for any policy.
 
         Args:
-            policy: the policy that is to imitate the expert, whose tokenizer and chat template the agent then uses.
+            policy: a policy that will imitate the expert; the agent then uses its tokenizer and chat template.
             **settings: as for `agent`.
         """
         return self._played(self.expert_player, policy, settings)
@@ -216,7 +216,7 @@ def row_id(prefix: str, split: str, seed: int, number: int) -> str:
 
 
 def first_world(split: str, seed: int) -> int:
-    """Return the first number from which a split's tasks are generated. Different splits and seeds share no numbers."""
+    """Return the first of the numbers from which a split's tasks are generated. Splits and seeds share no numbers."""
     return 2_000_000 * seed + (1_000_000 if split == "test" else 0)
 
 

@@ -107,7 +107,7 @@ def from_env(
             try:
                 gain, *ends = map(_number, values)
             except (TypeError, ValueError):
-                # The model is not to blame, so the chain must not be scored.
+                # This is not an error of the model, so the chain must not be scored.
                 raise SandboxError(
                     f"{type(self.env).__name__}.step must return a result as in Gymnasium, TextArena or OpenEnv, with "
                     f"one finite reward, got {result!r:.80}"

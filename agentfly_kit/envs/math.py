@@ -60,7 +60,7 @@ _FORMS = (
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Generate tasks as rows {"id", "question", "answer"}. The split of an expression is derived from its text."""
+    """Generate tasks as rows {"id", "question", "answer"}. The text of an expression determines its split."""
     rng = random.Random(f"math {split} {seed}")
     found: dict[str, str] = {}
     while len(found) < n:

@@ -1,4 +1,4 @@
-"""Metrics for short answers: exact match, F1, precision and recall of words, after SQuAD's normalisation."""
+"""Metrics for short answers: exact match, and word-level F1, precision and recall, after SQuAD's normalisation."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def precision(response: str, answers: Iterable[str]) -> float:
 def recall(response: str, answers: Iterable[str]) -> float:
     """Return the highest share of an answer's words that occur in the response, counting repeated words.
 
-    A response that contains everything has recall 1, so recall as the only reward leads to long answers.
+    A response that contains all words has recall 1, so recall as the only reward leads to long answers.
     """
     return _best(response, answers, lambda common, words, expected: common / expected)
 

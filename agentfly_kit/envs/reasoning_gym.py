@@ -23,7 +23,7 @@ DATASETS = ("basic_arithmetic", "chain_sum", "gcd", "lcm", "letter_counting", "s
 
 
 def _package() -> Any:
-    with warnings.catch_warnings():  # its dependency cellpylib compares literals with `is`, which Python warns about
+    with warnings.catch_warnings():  # Python warns that the dependency cellpylib compares literals with `is`
         warnings.simplefilter("ignore", SyntaxWarning)
         import reasoning_gym
     return reasoning_gym
@@ -79,7 +79,7 @@ class ReasoningGym(Calculator):
 def rows(n: int, split: str, seed: int = 0, datasets: Sequence[str] = DATASETS) -> list[dict[str, Any]]:
     """Generate rows {"id", "messages", "question_text", "answer", "dataset", "metadata"} from each dataset in turn.
 
-    The split of a question is derived from its text, so the splits are disjoint.
+    The text of a question determines its split, so the splits are disjoint.
     """
     package = _package()
     from reasoning_gym.factory import DATASETS as known

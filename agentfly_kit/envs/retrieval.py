@@ -1,6 +1,6 @@
 """Text retrieval with BM25 or embedding vectors.
 
-The package bm25s is imported when the first index is built; transformers, when an embedding model is loaded.
+The package bm25s is imported when the first index is built, and transformers when an embedding model is loaded.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class WordIndex:
         known = [token for token in words(query) if token in self._known]
         if not known:
             return []
-        scores = self._index.get_scores(known).round(4)  # so that rounding errors do not change the order
+        scores = self._index.get_scores(known).round(4)  # prevents rounding errors from changing the order
         return [int(i) for i in (-scores).argsort(kind="stable")[:k] if scores[i] > 0]
 
 

@@ -68,7 +68,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _launch(jar: str, options: Sequence[str]) -> tuple[int, str, subprocess.Popen[bytes]]:
     """Start the Java process and return its port, its authentication token and the process.
 
-    Replaces py4j's launch_gateway, which leaks the process and its pipes if Java prints no port.
+    This replaces py4j's launch_gateway, which leaks the process and its pipes if Java does not print a port.
     """
     from py4j.java_gateway import find_jar_path
 
@@ -110,7 +110,7 @@ def _client(wanted: Any, process: subprocess.Popen[bytes]) -> Any:
             connection = self._get_connection()
             try:
                 response = connection.send_command(command)
-            except BaseException:  # including interrupts: a late response must not be read by the next command
+            except BaseException:  # including interrupts, because the next command must not read a late response
                 connection.close(False)
                 raise
             if binary:
@@ -232,7 +232,7 @@ class ScienceWorld:
         try:
             return await threads.call(getattr(simulator, method), *given)
         except Exception as error:
-            await asyncio.sleep(0.05)  # a process exit takes a moment to become visible
+            await asyncio.sleep(0.05)  # the exit of a process becomes visible after a short delay
             if not simulator.alive:
                 heap = f"; its heap of memory_mb={self.memory_mb} may have been too small"
                 raise SandboxError(f"ScienceWorld's Java process has ended{heap}") from error

@@ -1,4 +1,4 @@
-"""sql: questions about a database, answered with queries. Each chain has its own sqlite or DuckDB database.
+"""sql: questions about a database that are answered with queries. Each chain has its own sqlite or DuckDB database.
 
 As in InterCode, an observation is a list of rows (tuples), and the reward measures how well the rows of the last query
 agree with those of the task's reference query. The built-in tasks have small generated databases; `load` reads files of
@@ -242,7 +242,7 @@ def _quoted(name: str) -> str:
 
 @dataclass(frozen=True)
 class Schema:
-    """Schema of two tables: items with a text column and two numeric columns, and an attribute for each of the texts.
+    """Schema of two tables: items with a text column and two numeric columns, and an attribute of each text.
 
     `numbers` maps each numeric column to the range (start, stop, step) from which distinct values are sampled.
     """
@@ -308,7 +308,7 @@ def world(db: str, number: int) -> World:
 
 @dataclass(frozen=True)
 class Question:
-    """A question in words, the query that answers it, and its difficulty in Spider's levels: easy, medium or hard."""
+    """A question in words, the query that answers it, and its difficulty level as in Spider: easy, medium or hard."""
 
     text: str
     gold: str
@@ -379,7 +379,7 @@ def load(
             to the file.
         schema: prepend the names of tables and columns to each question, as is usual for Spider but not for InterCode.
 
-    Raises:  TaskError naming the file, the row and what is missing.
+    Raises:  TaskError, with the file, the row and what is missing.
     """
     path = existing_file(questions, "pass the path of Spider's dev.json or InterCode's ic_spider_dev.json")
     folder = path.parent / "database" if databases is None else Path(databases).expanduser()

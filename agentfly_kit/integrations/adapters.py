@@ -119,13 +119,13 @@ async def _awaited(value: Any, batched: bool, name: str) -> Any:
 
 
 def _ignore(*args: Any, **options: Any) -> None:
-    """Do nothing. Replaces the functions `log_extra` and `log_metric` of TRL."""
+    """Do nothing. This replaces the functions `log_extra` and `log_metric` of TRL."""
 
 
 def environment(environment_class: type) -> type:
     """Convert an environment class written for TRL's `environment_factory` to a class for `af.envs.agent`.
 
-    Public methods except `reset` and `get_reward` become tools. As in TRL, an observation is `str` of the returned
+    All public methods except `reset` and `get_reward` become tools. As in TRL, an observation is `str` of the returned
     value, or of {"error": ...} after an exception. `reset` is called with the task fields, and with the task's messages
     as `prompt`. The result of `reset` is added as a message after the prompt, whereas TRL appends it to the last
     message. If `get_reward` is defined, its result is the reward. The chain ends when the attribute `done`, if present,

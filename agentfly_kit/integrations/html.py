@@ -1,4 +1,4 @@
-"""HTML representations of public objects in notebooks, with inline styles that suit light and dark themes.
+"""HTML representations of public objects in notebooks, with inline styles for light and dark themes.
 
 All text is escaped in this module, so that the output of models and tools is never interpreted as HTML.
 """
@@ -457,7 +457,7 @@ _RENDERERS: dict[str, Callable[[Any], str]] = {
 
 
 def to_html(value: object) -> str:
-    """Return the HTML of a public object. Objects of a subclass are shown like those of the base class.
+    """Return the HTML of a public object. Instances of a subclass are shown like those of the base class.
 
     The class is looked up by name instead of being imported, so that displaying a task does not import torch.
     """

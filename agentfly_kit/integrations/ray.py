@@ -71,7 +71,7 @@ def workers(agent: Agent, n: int, *, timeout: float = 300.0, **options: Any) -> 
 
 
 def _unpicklable_part(agent: Agent) -> str | None:
-    """Return a message that names the part of the agent that cannot be pickled, or None if all parts can."""
+    """Return a message that names the part of the agent that cannot be pickled, or None if all parts are picklable."""
     from ray import cloudpickle
 
     for name, value in _parts(agent):
@@ -141,7 +141,7 @@ class _GroupRunner:
 
 @dataclasses.dataclass(frozen=True)
 class _Description:
-    """Arguments of a rollout, agent settings changed since the workers were created, and weights of a LocalEngine."""
+    """Arguments of a rollout, agent settings changed since the workers were created, and a LocalEngine's weights."""
 
     request: RolloutRequest
     settings: dict[str, Any]
@@ -154,7 +154,7 @@ class Workers(Displayable):
 
     Pass the object as `agent.rollout(workers=)`, `af.evaluate(workers=)` or `af.train(workers=)`. A group runs in one
     process. If a process or its node dies, its groups run again elsewhere, with the same seeds and at most three times,
-    and Ray starts another process. Concurrent rollouts on the same workers run one after the other.
+    and Ray starts another process. Rollouts on the same workers run one at a time.
 
     Attributes:
         nodes: Host name and process id of each worker when it started.
@@ -337,7 +337,7 @@ async def _next_result(
 
 
 async def _is_reachable(actor: Any, sent: Any) -> bool:
-    """Wait until Ray has restarted a worker. Return False if the worker is not restarted, or not in time."""
+    """Return True once Ray has restarted a worker; False if Ray does not restart it, or not in time."""
     import ray
 
     try:

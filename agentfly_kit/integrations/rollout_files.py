@@ -1,4 +1,4 @@
-"""Reading of rollouts that other projects saved, so that the views of this package can show them.
+"""Read rollouts saved by other projects, so that the views of this package can show them.
 
 The columns of a row determine its layout:
 
@@ -33,7 +33,7 @@ _OTHERS = {"step", "example_id", "id", "stop_condition", "is_completed", "is_tru
 
 
 def read_rollouts(source: Any, *, reward: str | Sequence[str] | None = None, chat: Chat | None = None) -> Rollout:
-    """Read rollouts that TRL, verifiers or verl saved, or a log of messages, for display and analysis.
+    """Read rollouts saved by TRL, verifiers or verl, or a log of messages, for display and analysis.
 
     Trajectories without token ids can be shown in `TrajectoryView`, but not in `TokenView`, and cannot be trained on.
     Chains with the same prompt (and the same training step) form a group.
@@ -101,7 +101,7 @@ class _Node:
 
 @dataclass(frozen=True)
 class _Record:
-    """One chain: the messages of its rows (`_Node`) and all other columns. `reward` names the columns to add up."""
+    """One chain: the messages of its rows (`_Node`) and all other columns. `reward` names the columns to sum."""
 
     rows: list[list[_Node]]
     columns: dict[str, Any]
@@ -168,7 +168,7 @@ def _trace(trace: Any, episode: Mapping[str, Any]) -> _Record:
             at = parents[at]
         rows.append([])
         for i in path:
-            # A sampled message that several rows share is an action only in the first of them.
+            # A sampled message that is shared by several rows is an action only in the first of these rows.
             action = bool(nodes[i]["sampled"]) and i not in seen
             seen.add(i)
             if not exact:

@@ -28,7 +28,7 @@ def opentelemetry(tracer: Any = None, *, content: bool = False) -> Callable[[Rol
 
     Args:
         tracer: An OpenTelemetry tracer; by default a tracer of the global provider.
-        content: Whether to record messages, and the arguments and results of tool calls.
+        content: True to record messages, and the arguments and results of tool calls.
 
     Raises:
         SettingsError: If OpenTelemetry is not installed.

@@ -50,7 +50,7 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = Path(self.folder) if self.folder is not None else run.path / "tensorboard"
-        # Rewrite the last step of the files, which may be incomplete, and all steps that a resumed run repeats.
+        # Rewrite the last step in the files, which may be incomplete, and all steps that a resumed run repeats.
         last = max(min(_last_step(folder) - 1, len(run.records)), 0)
         self._writer = SummaryWriter(str(folder), purge_step=last + 1)
         if last == 0:

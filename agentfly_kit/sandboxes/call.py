@@ -20,11 +20,11 @@ from .result import Limit, SandboxResult
 if TYPE_CHECKING:
     from .sandbox import Sandbox
 
-CONTROL_SECONDS = 5.0  # a sandbox whose reset takes longer is considered broken
+CONTROL_SECONDS = 5.0  # a sandbox that takes longer to reset is considered broken
 GRACE_SECONDS = 0.5  # time between the interrupt, which preserves variables, and the kill
 _POLL_SECONDS = 0.25  # how often the CPU time of a running call is checked
 # A call that exceeds its time limit only because its processes are held up may take this many times longer, plus
-# `_HELD_UP_SECONDS`. Then its chain is not scored.
+# `_HELD_UP_SECONDS`. After that, it is stopped and its chain is not scored.
 _HELD_UP_FACTOR, _HELD_UP_SECONDS = 10, 30.0
 _MAX_OUTPUT_FACTOR = 256  # stop a call once it has printed this many times max_output
 _CHUNK = 65536
@@ -33,7 +33,7 @@ OUT_OF_MEMORY = "the machine ran out of memory and killed a process of the sandb
 
 
 class JSONLines:
-    """Reader of JSON objects, one per line, from a non-blocking socket. Limits the size of untrusted input."""
+    """Reader of JSON objects, one per line, from a non-blocking socket. It limits the size of untrusted input."""
 
     def __init__(self, source: socket.socket, max_bytes: int = 2**20) -> None:
         self.socket = source
@@ -42,7 +42,7 @@ class JSONLines:
         self.ended = False
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the messages received so far. Raises EOFError at end of file, ValueError for malformed data."""
+        """Return the messages received since the last call. Raises EOFError at end of file, ValueError for bad data."""
         while True:
             try:
                 data = self.socket.recv(_CHUNK)
@@ -125,7 +125,7 @@ class Call(Watch):
         assert handle is not None and control is not None and replies is not None
         self.sandbox, self.control, self.replies = sandbox, control, replies
         self.number = sandbox._nonce
-        self.request = request  # the part that has not been sent yet
+        self.request = request  # the part of the request that has not been sent yet
         self.timeout = timeout
         self.pipes = handle.pipes
         self.printed = (bytearray(), bytearray())
@@ -137,8 +137,8 @@ class Call(Watch):
         self.began = time.perf_counter()
         self.usage = handle.usage
         self.cpu_before = self.usage.cpu_seconds()
-        # Time in seconds for which the code itself is responsible, up to `sampled_at`, and time in which it may have
-        # stopped itself; see `sample`.
+        # Time in seconds that the code itself has used up to `sampled_at`, and time during which it may have stopped
+        # itself; see `sample`.
         self.own, self.unclear, self.sampled_at, self.cpu_sampled = 0.0, 0.0, self.began, self.cpu_before
         self.held_up = False  # True if the call was stopped although its code had not used up its time
         self.on_readable(replies.socket.fileno(), self.read_reply)
@@ -146,7 +146,7 @@ class Call(Watch):
         for pipe, kept in zip(self.pipes, self.printed, strict=True):
             self.on_readable(pipe, functools.partial(self.read_pipe, pipe, kept))
         self.after_own(timeout, self.on_timeout)
-        # Needed even without a CPU limit: a timer wakes the event loop, so that it handles a notebook's interrupts.
+        # Needed even without a CPU limit: a timer wakes the event loop, which then handles interrupts of a notebook.
         self.after(_POLL_SECONDS, self.poll)
 
     @property
@@ -166,7 +166,7 @@ class Call(Watch):
             self.loop.add_writer(file, self.send)
             return
         except OSError:
-            self.request = b""  # the interpreter has died; its exit is handled when the sockets are read
+            self.request = b""  # the interpreter has exited, which is handled when the sockets are read
         self.loop.remove_writer(file)
 
     def read_reply(self) -> None:
@@ -179,7 +179,7 @@ class Call(Watch):
             # The interpreter died (its parent, the zygote, reports it), closed the socket, or violated the protocol.
             self.remove(self.replies.socket.fileno())
             if not self.replies.ended:
-                # A container's zygote reports the exit behind everything that the interpreter has sent.
+                # A container's zygote reports the exit only after all data that the interpreter has sent.
                 self.on_readable(self.replies.socket.fileno(), self.discard_replies)
             self.violated = True
             if not self.done.done():
@@ -209,7 +209,7 @@ class Call(Watch):
             self.finish(None)
 
     def read_pipe(self, pipe: int, kept: bytearray, size: int = _CHUNK) -> int:
-        """Read at most `size` bytes of output. Return the number of bytes."""
+        """Read at most `size` bytes of output. Return the number of bytes read."""
         try:
             data = os.read(pipe, size)
         except (BlockingIOError, InterruptedError):
@@ -229,14 +229,14 @@ class Call(Watch):
     # --- limits
 
     def sample(self) -> None:
-        """Add the time since the last sample to `own`, or only the CPU time if the processes are being held up.
+        """Add the time since the last sample to `own`, or only the CPU time if the processes were held up.
 
-        A right answer must not be scored as a timeout because the machine was busy, whereas code that sleeps or waits
-        uses up its time.
+        A correct answer must not be scored as a timeout because the machine was busy, whereas time in which the code
+        sleeps or waits counts.
         """
         now, report = time.perf_counter(), self.usage.activity(self.sandbox.pid or 0)
         elapsed = now - self.sampled_at
-        if report is None:  # the zygote of a container is late or held up
+        if report is None:  # the report of a container's zygote is late
             limits.extend(self.sampled_at + 2 * _POLL_SECONDS, now)
             return
         cpu, states = report
@@ -251,12 +251,12 @@ class Call(Watch):
         self.sampled_at, self.cpu_sampled = now, cpu
 
     def after_own(self, seconds: float, call: Callable[[], object]) -> None:
-        """Call a function after `seconds` of the code's own time. Kill the code if it was held up for very long."""
+        """Call a function once the code has used `seconds` more. Kill the code if it is held up for very long."""
         end, last = self.own + seconds, time.perf_counter() + _HELD_UP_FACTOR * seconds + _HELD_UP_SECONDS
 
         def check() -> None:
             if self.replies.socket.fileno() in self._files:
-                self.read_reply()  # it may have arrived while this process was held up
+                self.read_reply()  # the reply may have arrived while this process was held up
             if self.done.done():
                 return
             self.sample()
@@ -265,7 +265,7 @@ class Call(Watch):
             elif time.perf_counter() < last:
                 self.after(max(end - self.own, 0.01), check)
             else:
-                # Otherwise, a policy could leave a bad reward by stopping itself.
+                # Otherwise, a policy could avoid a bad reward by stopping its own process.
                 self.held_up = self.limit is None and self.own + self.unclear < end
                 self.timed_out |= self.limit is None
                 self.limit = self.limit or "time"
@@ -319,7 +319,7 @@ class Call(Watch):
         sandbox = self.sandbox
         if not sandbox._closed and sandbox.alive:
             for pipe, kept in zip(self.pipes, self.printed, strict=True):
-                # The pipe now contains all output printed before the reply. Background processes may go on printing.
+                # The pipe now contains all output printed before the reply. Background processes may print more.
                 left = _readable_bytes(pipe)
                 while left > 0 and (read := self.read_pipe(pipe, kept, min(left, _CHUNK))):
                     left -= read
@@ -345,7 +345,7 @@ class Call(Watch):
         value, error, error_type = (_encodable(fields.get(name)) for name in ("value", "error", "type"))
         if reply is None:
             error = death_message(limit, self.status, self.timeout, sandbox._closed)
-        max_chars = 4 * sandbox.max_output  # already cut by the interpreter, unless the code inside forged the reply
+        max_chars = 4 * sandbox.max_output  # shorter already, unless the code inside forged the reply
         return SandboxResult(
             stdout=self.printed[0].decode("utf-8", "replace"),
             stderr=self.printed[1].decode("utf-8", "replace"),

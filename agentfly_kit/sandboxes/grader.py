@@ -79,7 +79,7 @@ class Grader(Startable):
 
     The submission and the tests run in two separate confined interpreters. Each call from a test to the submission is
     relayed as data, and so is its result. Tests, expected answers and verdicts never enter the process of the
-    submission, and whatever the submission prints, patches, raises or kills affects only this process. Each `grade`
+    submission, and nothing that the submission prints, patches, raises or kills affects another process. Each `grade`
     uses new interpreters, which have no access to the PythonSandbox of a chain.
 
     A Grader is pooled like other sandboxes: `af.Pool(af.Grader, size=4)`. A reward requests one by its type annotation:
@@ -175,8 +175,8 @@ class Grader(Startable):
                 defines are run too. For a pair, the submission is run as a whole program, and its output must equal
                 `stdout` except for whitespace at the ends of lines and empty lines at the end.
             setup: Python code to run once before the tests, in their interpreter. The tests can use its definitions.
-            names: names to take from the submission even if they are names of built-ins, such as `sum`. Other names
-                that a test uses and does not define are always looked up in the submission.
+            names: names to take from the submission even if Python has built-ins of these names, such as `sum`. Other
+                names that a test uses but does not define are always looked up in the submission.
                 `from solution import add` works as well.
             module: name of the submission's module.
             modules: names of modules in `files` that tests may import. They run in the submission's interpreter.
@@ -225,7 +225,7 @@ class Grader(Startable):
         async with self._exclusive():
             try:
                 result, reply = await self._work._call("program", timeout, source=source, stdin=stdin)
-            except ToolError:  # the program has forged this answer
+            except ToolError:  # only a forged answer raises this
                 return SandboxResult(error="it gave no readable answer")
             answer = reply.get("answer")
             error = answer.get("error") if isinstance(answer, dict) else result.error or "it gave no readable answer"
@@ -312,7 +312,7 @@ class Grading:
 
     @property
     def used(self) -> float:
-        """Time in seconds for which code in the interpreters was responsible since they were created."""
+        """Time in seconds that the code in both interpreters has used since they were created."""
         return self.work._own_seconds + self.tests._own_seconds
 
     def seconds_left(self) -> float:
@@ -343,7 +343,7 @@ class Grading:
         return answer
 
     async def fresh(self) -> None:
-        """Ensure that the interpreter of the submission has run no code, and write `files` to its folder."""
+        """Ensure that no code has run in the submission's interpreter, and write `files` to its folder."""
         if not self.work_is_new:
             await self.work.restart()
         self.work_is_new = self.is_loaded = False

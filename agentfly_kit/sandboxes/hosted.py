@@ -31,7 +31,7 @@ _PROGRAM_MISSING = "name '_agentfly' is not defined"
 
 @functools.cache
 def _program_cell(names: tuple[str, ...], folder: str) -> str:
-    """Return code that loads the program's files into the namespace `_agentfly`, unless this is already defined."""
+    """Return code that loads the program's files into the namespace `_agentfly`, unless it is already defined."""
     body = ""
     for name in names:
         lines = (INSIDE / f"{name}.py").read_text(encoding="utf-8").splitlines()
@@ -66,11 +66,11 @@ class HostedSandbox(Sandbox):
         return _answer(name, timeout, *await self._call(name, timeout, **given))
 
     async def _request_locked(self, name: str, **given: object) -> Any:
-        """Like `_request`, for callers that hold the sandbox's lock."""
+        """Like `_request`, but the caller must hold the sandbox's lock."""
         return _answer(name, COPY_SECONDS, *await self._send(name, COPY_SECONDS, **given))
 
     async def _send(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any]]:
-        """Like `_call`, for callers that hold the sandbox's lock."""
+        """Like `_call`, but the caller must hold the sandbox's lock."""
         size = self.max_output - 16
         call = f"_agentfly['handle']({name!r}, {json.dumps(given)!r}, {size})"
         result = await self._execute(call, timeout)
@@ -104,7 +104,7 @@ class HostedSandbox(Sandbox):
             await self._put(entries)
 
     async def _put(self, entries: Iterable[dict[str, Any]]) -> None:
-        """Write files, batching small ones into one call. The caller holds the lock."""
+        """Write files, batching small ones into one call. The caller must hold the lock."""
         batch: list[dict[str, Any]] = []
         size = 0
         try:
@@ -120,7 +120,7 @@ class HostedSandbox(Sandbox):
             raise SandboxError(f"the files of this {type(self).__name__} could not be written: {error}") from None
 
     async def _copy_home(self, into: HostedSandbox) -> None:
-        """Copy this sandbox's folder to another sandbox. The caller holds the locks of both sandboxes."""
+        """Copy this sandbox's folder to another sandbox. The caller must hold the locks of both sandboxes."""
         for path, kind, mode, size, mtime, link in await self._request_locked("list_home"):
             if kind == "other":
                 raise SandboxError(f"this {type(self).__name__} cannot fork: {path!r} is a pipe, socket or device")

@@ -35,7 +35,7 @@ _START_SECONDS = 30.0
 class Startable(Displayable, ABC):
     """Base class of async context managers that call `start` on entry and `close` on exit."""
 
-    # A pool can reset such a sandbox after a cancelled call, which does not go on.
+    # A cancelled call does not continue in the background, so a pool can reset such a sandbox and use it again.
     ends_cancelled_calls = True
 
     @classmethod
@@ -93,7 +93,7 @@ class Sandbox(Startable):
         self._packages = packages
         self._last: asyncio.Future[None] | None = None  # done when the last call in the queue has ended
         self._closed = False
-        self._call_count = 0  # since the start or the last reset; if not 0, there may be state to lose
+        self._call_count = 0  # calls since the start or the last reset; if not 0, the sandbox may contain state
         self._handle: process.SandboxProcess | None = None
         self._finalizer: weakref.finalize[..., Sandbox] | None = None
         self._control: JSONLines | None = None
@@ -112,7 +112,7 @@ class Sandbox(Startable):
     # --- lifecycle ------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start and set up the sandbox (about 30 ms). Does nothing if it is running.
+        """Start and set up the sandbox (about 30 ms). This has no effect if it is running.
 
         Raises:  IsolationError if the isolation level is unavailable, SandboxError if the process does not start.
         """
@@ -130,7 +130,7 @@ class Sandbox(Startable):
         try:
             level, handle = await asyncio.wrap_future(future)
         except asyncio.CancelledError:
-            future.add_done_callback(_end_launched)  # the launch may be in progress on the other thread
+            future.add_done_callback(_end_launched)  # the launch may still be in progress on the other thread
             raise
         self._adopt(level, handle)
         try:
@@ -138,7 +138,7 @@ class Sandbox(Startable):
                 levels.warn_below_strict(level)
             if self._in_container:
                 await self._expect("ready", 0, _START_SECONDS)
-            # A local zygote processes commands in order, so the host need not wait for its "ready".
+            # A local zygote processes commands in order, so the host need not wait for its "ready" message.
             await self._new_interpreter(wipe=False, within=_START_SECONDS)
             await self._set_up()
         except SandboxError as error:
@@ -170,7 +170,7 @@ class Sandbox(Startable):
         self._control = JSONLines(handle.control)
 
     async def _set_up(self) -> None:
-        """Prepare a fresh interpreter. A sandbox whose preparation fails or is cancelled must not be used."""
+        """Prepare a fresh interpreter. Drop the sandbox if the preparation fails or is cancelled."""
         try:
             await self._setup()
         except BaseException:
@@ -179,7 +179,7 @@ class Sandbox(Startable):
         self._call_count = 0
 
     async def _setup(self) -> None:
-        """Override this to prepare a fresh interpreter before its first call. The caller holds the lock."""
+        """Override this to prepare a fresh interpreter before its first call. It is called while the lock is held."""
 
     async def reset(self) -> None:
         """Kill all processes inside, empty the folders and set up a new interpreter (about 2 ms).
@@ -195,7 +195,7 @@ class Sandbox(Startable):
 
     @property
     def alive(self) -> bool:
-        """True if the sandbox can be used or reset. The sandbox survives if its interpreter dies."""
+        """True if the sandbox can be used or reset. It stays True if only the interpreter dies."""
         if self._closed or self._handle is None or self._control is None or self._control.ended:
             return False
         return self._handle.alive
@@ -217,7 +217,7 @@ class Sandbox(Startable):
         return None if self._handle is None or self._handle.process is None else self._handle.process.pid
 
     async def close(self) -> None:
-        """Close the sandbox, leaving no process and no file behind. Idempotent. A running call is ended."""
+        """End a running call and close the sandbox, leaving no process and no file behind. Idempotent."""
         self._closed = True
         handle = self._handle
         if handle is None:
@@ -227,7 +227,7 @@ class Sandbox(Startable):
         try:
             await asyncio.shield(ending)
         except asyncio.CancelledError:
-            handle.destroy()  # blocks for a few ms until the thread is done: nothing may outlive the event loop
+            handle.destroy()  # waits a few ms for the thread, because no process may outlive the event loop
             raise
 
     def kill(self) -> None:
@@ -312,14 +312,14 @@ class Sandbox(Startable):
         )
 
     async def _execute(self, code: str, timeout: float) -> SandboxResult:
-        """Run code in the interpreter. The caller holds the lock of a running sandbox."""
+        """Run code in the interpreter. The caller must hold the lock, and the sandbox must be running."""
         if not self.alive:
             if self._check_not_ended_from_outside():
                 self._drop()
                 return ENDED_BY_CODE
             raise SandboxError(f"this {type(self).__name__} is {'closed' if self._closed else 'dead'}")
         if self._abandoned is not None:
-            # An earlier call was cancelled and interrupted. Wait until it ends, and kill it if it keeps running.
+            # An earlier call was cancelled and interrupted. Wait for it to end, and kill it if it keeps running.
             await Call(self, self._abandoned, GRACE_SECONDS).outcome()
             self._abandoned = None
         if self._interrupted and self._has_interpreter:
@@ -347,7 +347,7 @@ class Sandbox(Startable):
             raise
 
     def _interpreter_ended(self, status: int) -> None:
-        """Record that the interpreter has exited. The call in progress, or else the next call, reports this."""
+        """Record that the interpreter has exited. The call in progress or else the next call reports the exit."""
         self._has_interpreter = False
         self._unreported = SandboxResult(error=death_message(None, status), died=True)
 
@@ -450,6 +450,6 @@ class Sandbox(Startable):
 
 
 def _end_launched(future: Future[tuple[str, process.SandboxProcess]]) -> None:
-    """Kill the started sandbox, because the caller that was waiting for it was cancelled."""
+    """Kill a sandbox whose start has completed after the waiting caller was cancelled."""
     if not future.cancelled() and future.exception() is None:
         future.result()[1].kill()

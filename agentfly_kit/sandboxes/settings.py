@@ -1,4 +1,4 @@
-"""Signatures and checks of settings that one sandbox class forwards to another."""
+"""Signatures of sandbox classes that forward their settings to another class."""
 
 from __future__ import annotations
 

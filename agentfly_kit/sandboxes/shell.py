@@ -13,7 +13,7 @@ from ..errors import SandboxError
 from .hosted import HostedSandbox
 from .result import Limit, SandboxResult
 
-# What bash prints when it is interrupted: an empty line, and on a busy machine sometimes two.
+# Output of bash when it is interrupted: an empty line, or sometimes two on a busy machine.
 _INTERRUPTED = re.compile(r"(?:^|(?<=\n))\n+\Z")
 # A message that bash prints when a command is killed.
 _NO_TERMINAL = re.compile(r"^bash: \[\d+: [^\]]*\] tcsetattr: [^\n]*\n", re.MULTILINE)

@@ -172,7 +172,7 @@ class SQLSandbox(HostedSandbox):
         }
 
     async def renew(self, script: str | None = None, *, database: bytes | None = None, timeout: float = 60.0) -> None:
-        """Replace the database with another one, in the same process.
+        """Replace the database with a new one in the same process.
 
         This is several times faster than `reset`, which restarts the process and restores the initial database.
 

@@ -1,4 +1,4 @@
-"""Small policies: those shipped with the package, and functions that create and train others in a notebook.
+"""Small policies that are shipped with the package, and functions that create and train others in a notebook.
 
 The shipped policies are starting points for reinforcement learning. The calculator policy can copy an expression into a
 tool call and read the result, but mostly answers "I don't know" or guesses, so that training on one core improves it
@@ -159,7 +159,7 @@ def demonstration(
 
     Args:
         chat: Chat of the policy.
-        messages: The conversation, which ends with a message of the assistant or the result of a tool call.
+        messages: The conversation, which ends with a message from the assistant or the result of a tool call.
         tools: JSON schemas of the tools in the prompt.
         observations: Cache of encoded observations. Pass the same dict for conversations with the same chat and tools.
     """
@@ -210,7 +210,7 @@ def learner(
 
     Raises:
         SettingsError: if `lr` is not a positive finite number.
-        BatchError: if a conversation has no message of the assistant.
+        BatchError: if a conversation has no message from the assistant.
     """
     given = list(tools)
     schemas = given if given and isinstance(given[0], dict) else list(ToolSet(given).schemas)

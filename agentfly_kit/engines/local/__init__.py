@@ -1,1 +1,1 @@
-"""The engine that samples in this process, with the weights of the policy itself."""
+"""The engine that samples in this process with the policy's own weights."""

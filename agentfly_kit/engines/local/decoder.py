@@ -1,8 +1,9 @@
 """Forward pass of the `LocalEngine`, which stores the keys and values of the tokens in a `KVCache`.
 
 A decode step of a small model on a few dozen rows spends more time in Python than in arithmetic. For small Llama-like
-models on a CPU, `FusedLlamaDecoder` makes a third as many function calls. Other models, and models with an adapter or a
-hook, run their own modules. Both forward passes are tested against one without a cache before they are used.
+models on a CPU, `FusedLlamaDecoder` makes a third as many function calls. For other models, and for models with an
+adapter or a hook, the model's own modules are called. Before a forward pass is used, its results are compared with
+those of a forward pass without a cache.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def cached_forward(policy: Policy) -> CachedForward:
 
 
 def _modules_forward(trunk: Any, config: Any = None) -> CachedForward:
-    """Return a forward pass that runs the modules of `trunk`. Its layers read `config`, by default `trunk.config`."""
+    """Return a forward pass that runs the modules of `trunk`. Its layers use `config`, by default `trunk.config`."""
 
     def forward(cache: KVCache, rows: Tensor | int, tokens: Tensor, positions: Tensor, stamp: object) -> Tensor:
         mask = cache.prepare(rows, positions)
@@ -65,7 +66,7 @@ def _modules_forward(trunk: Any, config: Any = None) -> CachedForward:
 
 @torch.inference_mode()
 def _passes_trial(trunk: Any, forward: CachedForward) -> bool:
-    """Return True if `forward` agrees with a forward pass without a cache on two prompt chunks and one more token."""
+    """Return True if `forward` agrees with a forward pass without a cache for two prompt chunks and one more token."""
     rows, width = 2, 13
     device = next(trunk.parameters()).device
     ids = (
@@ -82,7 +83,7 @@ def _passes_trial(trunk: Any, forward: CachedForward) -> bool:
 
 
 class FusedLlamaDecoder:
-    """Decoder for small Llama-like float32 models on a CPU. It fuses projections of the same input."""
+    """Decoder for small Llama-like float32 models on a CPU that fuses projections of the same input."""
 
     @classmethod
     def try_build(cls, trunk: Any) -> FusedLlamaDecoder | None:

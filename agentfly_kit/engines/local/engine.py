@@ -80,7 +80,7 @@ class LocalEngine(Engine):
 
     @property
     def reproducible(self) -> bool:  # type: ignore[override]
-        """True if samples do not depend on other requests; otherwise, the repr of the engine names the reason."""
+        """True if samples do not depend on other requests. Otherwise, the engine's repr states the reason."""
         return self._irreproducible_because() is None
 
     def _irreproducible_because(self) -> str | None:

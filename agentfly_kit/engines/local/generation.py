@@ -64,7 +64,7 @@ class ContinuousBatch:
         if self.waiting:
             for request in self.waiting:
                 request.waited += 1
-            # Prefilling one row takes as long as a decode step of many rows, so collect several requests first.
+                # Prefilling one row takes as long as a decode step of many rows, so collect several requests first.
             if len(self.waiting) > table.active or self.waiting[0].waited > _PREFILL_MAX_WAIT:
                 self._prefill()
         if table.active:
@@ -225,9 +225,9 @@ class ContinuousBatch:
             self._model = self.policy.model
 
     def _sample_next(self, requests: Sequence[Request], logits: Tensor, version: int) -> dict[int, str]:
-        """Sample one token for each request. Return the stop reasons of the requests that have ended, by index."""
+        """Sample one token for each request. Return a dict from the index of each ended request to its stop reason."""
         device = logits.device
-        # The random number of a token depends only on its seed and position, so other requests do not change it.
+        # The random number for a token depends only on its seed and position, and therefore not on other requests.
         noise = seeds.uniforms(
             np.array([request.seed for request in requests], dtype=np.uint64),
             np.array([len(request.sampled) for request in requests], dtype=np.uint64),
@@ -237,7 +237,7 @@ class ContinuousBatch:
             values = [getattr(request.sampling, name) for request in requests]
             return torch.tensor(values, device=device) if any(value != off for value in values) else None
 
-        # A filter that no request uses is None and costs nothing.
+        # A filter that no request uses is None and is skipped.
         drawn = sample_tokens(
             logits,
             torch.tensor([float(request.sampling.temperature) for request in requests], device=device),
@@ -250,7 +250,7 @@ class ContinuousBatch:
         if not bool(drawn.logprobs.isfinite().all()):
             raise EngineError("the logits are not finite; the policy's weights have diverged")
         self.sampled += len(requests)
-        # One transfer per tensor, because each waits for the device.
+        # Transfer each tensor only once, because each transfer waits for the device.
         ids, logprobs, entropies = drawn.ids.tolist(), drawn.logprobs.tolist(), drawn.entropies.tolist()
         kept_mass = drawn.kept_mass.tolist() if drawn.kept_mass is not None else None
         top = drawn.top_ids.tolist(), drawn.top_logprobs.tolist()
@@ -281,10 +281,10 @@ class ContinuousBatch:
 class _WeightMonitor:
     """Counter of changes to a policy's weights.
 
-    `policy.version` and torch's version counters miss some changes: loading weights may restore an old version, and a
-    fused optimizer run by the user, or an edit through `.data`, changes neither counter. Therefore the first elements
-    are compared too. A thorough check also compares each vector and, of each matrix, its product with a fixed vector,
-    which takes as long as reading the weights once.
+    `policy.version` and torch's version counters miss some changes: loading weights may restore an old version, and
+    neither counter changes if the user runs a fused optimizer or assigns to `.data`. Therefore the first elements of
+    each parameter are compared too. A thorough check also compares all vectors, and the product of each matrix with a
+    fixed vector, which takes as long as reading the weights once.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -292,11 +292,11 @@ class _WeightMonitor:
         self._policy = policy
         self._key: tuple[int, int] | None = None
         self._values = torch.empty(0)
-        self._summaries: Tensor | None = None  # of the last thorough check, unless the weights have changed since
+        self._summaries: Tensor | None = None  # from the last thorough check; None if the weights have changed since
         self._probes: dict[object, Tensor] = {}
 
     def _summary(self, p: Tensor) -> Tensor:
-        if p.dim() < 2 or not p.is_floating_point() or p.dtype.itemsize < 2:  # of quantized weights, the first elements
+        if p.dim() < 2 or not p.is_floating_point() or p.dtype.itemsize < 2:  # for quantized weights, first elements
             return p.detach().flatten()[: None if p.dim() < 2 else 8].float()
         key = (p.shape[-1], p.dtype, p.device)
         if key not in self._probes:

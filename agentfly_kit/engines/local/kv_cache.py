@@ -1,20 +1,20 @@
 """KV cache with one slot per sequence. Sequences may have different lengths.
 
-A batch of the leading slots needs no copies, so the engine moves running sequences to these slots with `swap`.
+A batch that consists of the leading slots needs no copies, so the engine moves running sequences there with `swap`.
 Attention layers of transformers call `update`, which returns all keys and values; `prepare` returns the causal mask.
 
 Decoding is batch-invariant in float32 on a CPU: the results for a row are bitwise identical for any batch composition.
 A matrix product computes each row independently, attention processes one row at a time, and the keys after a row's end
-have a weight of exactly zero. Measurements found these exceptions:
+have a weight of exactly zero. Measurements revealed these exceptions:
 
 - MKL uses different kernels for different numbers of rows, unless MKL_CBWR requests strict reproducibility, which the
   import of agentfly_kit does. `is_batch_invariant` checks it.
 - An elementwise function uses a different formula for the last elements of a tensor if the size is not a multiple of
   the vector width. Batches of a multiple of eight rows avoid this.
 - Torch uses its own kernel for products of fewer than 400 multiplications. At least 64 keys avoid this.
-- A product sums over many keys in parts. Up to 192 keys are one part; the parts of more keys depend on their number
-  and on the processor. Torch's fused attention multiplies blocks of 512 keys, so `padded` avoids a last block of 193
-  to 511 keys. `weighted_sum` multiplies blocks of at most 192 keys, so it needs `aligned` keys only.
+- A product sums over many keys in several parts. Up to 192 keys form one part; for more keys, the parts depend on the
+  number of keys and on the processor. Torch's fused attention multiplies blocks of 512 keys, so `padded` avoids a last
+  block of 193 to 511 keys. `weighted_sum` multiplies blocks of at most 192 keys, so `aligned` is sufficient for it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 # Torch's fused attention processes this number of keys at once.
 _FUSED_BLOCK = 512
-# Number of keys over which a product sums in one pass on each processor that was measured.
+# Number of keys over which a product sums in one pass on all processors that were measured.
 _KEY_BLOCK = 192
 
 
@@ -47,7 +47,7 @@ def padded(tokens: int) -> int:
 
 
 def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
-    """Return `weights @ values`, rounded independently of the number of trailing zeros in the weights.
+    """Return `weights @ values`, rounded in the same way for any number of trailing zeros in the weights.
 
     Shapes:  weights (B, Q queries, S keys), values (B, S, d) -> (B, Q, d).
     """
@@ -60,13 +60,13 @@ def weighted_sum(weights: Tensor, values: Tensor) -> Tensor:
 
 @functools.cache
 def is_batch_invariant(threads: int) -> bool:
-    """Return True if the rounding of a row in products, attention and normalizations does not depend on the other rows.
+    """Return True if products, attention and normalizations round each row independently of the other rows.
 
-    It can be False on a processor that was not tested, if MKL_CBWR is set to another value, and if the process
+    The result may be False on a processor that was not tested, if MKL_CBWR is set to another value, or if the process
     multiplied matrices before it imported agentfly_kit.
 
     Args:
-        threads: Torch's number of threads, on which its choice of kernels depends. The results are cached by it.
+        threads: Torch's number of threads, which affects its choice of kernels. Results are cached for each number.
     """
     generator = torch.Generator().manual_seed(0)
     for width, outputs in ((64, 192), (128, 128), (384, 64)):
@@ -99,7 +99,7 @@ def is_batch_invariant(threads: int) -> bool:
 
 
 def _decode_attention_is_invariant(queries: Tensor, cached: Tensor, keys: int) -> bool:
-    """Return True if attention with `weighted_sum` over `keys` keys depends neither on other rows nor on further keys.
+    """Return True if attention with `weighted_sum` over `keys` keys depends on neither other rows nor further keys.
 
     Shapes:  queries (R rows, Q queries, d), cached (R, S keys, d).
     """
@@ -118,7 +118,7 @@ def _decode_attention_is_invariant(queries: Tensor, cached: Tensor, keys: int) -
 
 
 class KVCache:
-    """Keys and values of many sequences; slot i holds those of the tokens `ids[i, :length[i]]`.
+    """Keys and values of many sequences. Slot i contains those of the tokens `ids[i, :length[i]]`.
 
     If the longest sequence has n tokens, attention reads `round_up(n)` keys. `round_up` is `padded` or `aligned`.
     """
@@ -129,7 +129,7 @@ class KVCache:
         self.capacity = round_up(capacity)
         self.ids: npt.NDArray[np.int64] = np.zeros((count, self.capacity), dtype=np.int64)
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
-        # Number of leading tokens of each slot that were prefilled. Decoding gives keys with other last bits.
+        # Number of leading tokens of each slot that were prefilled. Decoding rounds keys differently.
         self.prefilled: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
         # Keys and values of each layer, (2, count, heads, capacity, head size), allocated in its first `update`.
         self._layers: list[Tensor] = []
@@ -138,7 +138,7 @@ class KVCache:
         self._visible = 0
         # Number of leading positions of each slot whose memory is initialized, with keys and values or with zeros.
         self._initialized = 0
-        # Positions of new vectors in the flattened keys or values of a layer, by the layer's number of heads.
+        # Maps a layer's number of heads to the positions of new vectors in its flattened keys or values.
         self._write_index: dict[int, Tensor] = {}
 
     # --- forward pass ---
@@ -194,12 +194,12 @@ class KVCache:
         for held, states in zip(self._layers[layer_idx], (key_states, value_states), strict=True):
             held.view(-1, size).index_copy_(0, self._write_index[heads], states.reshape(-1, size))
             visible = held[:, :, : self._visible]
-            # index_select copies whole rows; indexing with a tensor copies single elements and takes 2.4 times as long.
+            # index_select copies whole rows. Indexing with a tensor copies each element and takes 2.4 times as long.
             found.append(visible[self._rows] if isinstance(self._rows, slice) else visible.index_select(0, self._rows))
         return found[0], found[1]
 
     def get_seq_length(self, *_: object) -> int:
-        """Return 0. Models do not need the length, because the engine passes all positions explicitly."""
+        """Return 0. Models do not use the length, because the engine passes all positions explicitly."""
         return 0
 
     # --- copying and resizing ---

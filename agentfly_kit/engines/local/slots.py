@@ -72,7 +72,7 @@ class _Slot:
 
 
 class SlotTable:
-    """Slots of a KV cache. Each of the first `active` runs a request; the others hold histories of idle sessions.
+    """Slots of a KV cache. Each of the first `active` slots runs a request; the others keep the histories of sessions.
 
     `round_up` is passed to `KVCache`.
     """
@@ -145,7 +145,7 @@ class SlotTable:
         if not common and not empty:
             usable = np.array([slot.weights == self.weights for slot in self._slots])
             source, common = self.cache.longest_prefix(request.ids, own, usable)
-            if own is None:  # whether decoded keys are still held depends on other chains, so they are computed again
+            if own is None:  # compute decoded keys again, because other chains affect which of them are still held
                 common = min(common, int(self.cache.prefilled[source]))
         common = min(common, len(request.ids) - 1)  # at least one token must be computed for its logits
         if own is None:

@@ -1,1 +1,1 @@
-"""The engine that samples with vLLM, and the transfer of weights to it."""
+"""The engine that samples with vLLM, and the transfer of weights to vLLM."""

@@ -91,7 +91,7 @@ def _map_file(path: Path) -> torch.Tensor:
 class CudaMemory:
     """Buffer on a GPU that one other process may open.
 
-    torch counts references across processes: memory still in use by the other process is not reused, even after
+    torch counts references across processes, so memory that the other process still uses is not reused even after
     `close`.
     """
 
@@ -130,7 +130,7 @@ class ServedMemory:
     """
 
     def __init__(self, size: int, addresses: Iterable[tuple[str, int]]) -> None:
-        """Create a buffer of `size` bytes, served at these (interface, port) addresses; port 0 selects a free port.
+        """Create a buffer of `size` bytes, served at the given (interface, port) addresses; port 0 selects a free port.
 
         Raises:
             OSError: If an address does not belong to this machine, or the port is in use.
@@ -251,7 +251,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 def ipc_unavailable_reason(policy: Policy, gpu_uuids: Sequence[str]) -> str:
-    """Return why the policy cannot be sent to workers on these GPUs (one per worker) by CUDA IPC, or "" if it can."""
+    """Return the reason why CUDA IPC cannot send the policy to workers on these GPUs (one each), or "" if it can."""
     devices = {tensor.device for tensor in policy.model.state_dict().values()}
     if len(devices) > 1:
         return f"the policy is on {len(devices)} devices, {', '.join(sorted(map(str, devices)))}"

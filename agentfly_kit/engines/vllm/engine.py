@@ -40,7 +40,8 @@ class VLLMEngine(Engine):
 
     Logprobs are those after temperature and before truncation, entropies are exact, and the probability mass kept by
     top-p, top-k or min-p is recorded. All three are computed by a modified sampler in vLLM's worker. The engine is not
-    reproducible, because rounding depends on the batch composition and vLLM on a CPU crashes on requests with a seed.
+    reproducible, because rounding depends on the batch composition, and seeds are not used because they crash vLLM on a
+    CPU.
 
     Args:
         model: Folder in the transformers layout (as written by `Policy.save`), hub name, or Policy. The weights of a
@@ -91,7 +92,7 @@ class VLLMEngine(Engine):
             raise EngineError(f"engine_args must not set {', '.join(sorted(fixed))}, which would change the logprobs")
         self._engine_args = engine_args
         self._config = load_config(self.model)
-        self._text_config = self._config.get_text_config()  # that of the language model, if the model has other parts
+        self._text_config = self._config.get_text_config()  # config of the language model, if the model has other parts
         self._stop_ids = tuple(stop_ids) if stop_ids is not None else None
         self._initial_version = int(read_json(Path(self.model) / "policy.json").get("version", 0))
         self._weights = weights
@@ -131,7 +132,7 @@ class VLLMEngine(Engine):
 
     @property
     def chat(self) -> Chat:
-        """Chat of the policy, or of a model's folder, for `af.Agent(engine, chat=engine.chat)`."""
+        """Chat of the policy or of the model in a folder, for `af.Agent(engine, chat=engine.chat)`."""
         if self._chat is None:
             from transformers import AutoTokenizer, GenerationConfig
 
@@ -304,13 +305,13 @@ class VLLMEngine(Engine):
         )
 
     def _top(self, flat: Any, start: int) -> tuple[tuple[int, float], ...]:
-        """Return the recorded alternatives, (id, logprob), at the position whose columns in `flat` begin at `start`."""
+        """Return the recorded alternatives, as (id, logprob), of the position whose columns begin at `start`."""
         columns = slice(start + 1 + EXTRA_COLUMNS, start + 1 + EXTRA_COLUMNS + self.alternatives)
         return tuple(zip(flat.token_ids[columns], flat.logprobs[columns], strict=True))
 
     @staticmethod
     def _versions(got: Any, count: int, version: int) -> tuple[int, ...]:
-        """Return the policy version of each token. If vLLM reports none, it is the `version` when the request began."""
+        """Return the policy version of each token. If vLLM does not report versions, it is `version`."""
         out = [version] * count
         for span in getattr(got, "weight_versions", None) or ():
             if span.version.isdigit():

@@ -55,7 +55,7 @@ class Host:
         self.last_transport: str | None = None
         # Size of the transfer buffer in bytes; 0 for the default.
         self.chunk = 0
-        # Error of a failed update that left the weights undefined; empty if they are valid.
+        # Error of a failed update that left the weights undefined; "" if they are valid.
         self.update_failure = ""
         self._failed_updates = 0
         self.folder = Path(tempfile.mkdtemp(prefix="agentfly-vllm-"))
@@ -94,7 +94,7 @@ class Host:
         try:
             started = asyncio.wrap_future(self._started)
             started.add_done_callback(lambda up: up.cancelled() or up.exception())
-            # Shielded, because cancelling one waiter would cancel the start for all of them.
+            # Shield the start, because cancelling one waiter would cancel it for all of them.
             await asyncio.shield(started)
         finally:
             self._waiting -= 1
@@ -225,7 +225,7 @@ class Host:
         async with Delivery(policy, transport, self.chunk or CHUNK[transport]) as delivery:
             deliveries.append(delivery)
             try:
-                # Inside `try`, because a cancelled pause request may still have paused vLLM.
+                # This is inside `try`, because a cancelled pause request may still have paused vLLM.
                 await self._call_core(llm.pause_generation(mode="keep", clear_cache=False))
                 await delivery.send(call)
                 # Paused requests recompute their keys and values with the new weights.

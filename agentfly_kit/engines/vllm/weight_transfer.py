@@ -26,7 +26,7 @@ WeightTransport = Literal["ipc", "shm", "http"]
 WeightSource = tuple[str, "torch.Tensor", "Callable[[], torch.Tensor]"]
 
 # Maximum size of the transfer buffer in bytes, for models of any size. Small chunks are copied faster in host memory,
-# but each chunk requires a message.
+# but each chunk requires its own message.
 CHUNK: dict[WeightTransport, int] = {"shm": 64 << 20, "ipc": 512 << 20, "http": 64 << 20}
 # Settings that must be equal in the sending and the receiving model.
 _ARCHITECTURE = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
@@ -94,7 +94,7 @@ def weight_sources(policy: Policy) -> list[WeightSource]:
 
 
 def _adapter_layers(model: Any) -> dict[str, Any] | None:
-    """Return the layers that have an adapter, by path, or None if the adapters cannot be merged layer by layer."""
+    """Return the layers that have an adapter, keyed by path; None if adapters cannot be merged layer by layer."""
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import AuxiliaryTrainingWrapper
 
@@ -250,7 +250,7 @@ class Delivery:
         self._policy = policy
         self._limit = limit
         self._addresses = tuple(addresses)  # for HTTP
-        # With a single thread, the buffer is released after all other work, even after an error or a cancellation.
+        # A single thread ensures that the buffer is released after all other work, even on an error or a cancellation.
         self._thread = ThreadPoolExecutor(1, "agentfly-weights")
         self._locked = False
         self._buffer: SharedMemory | CudaMemory | ServedMemory | None = None

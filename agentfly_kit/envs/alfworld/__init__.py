@@ -142,7 +142,7 @@ class ALFWorld:
 
 
 def game_of(task: Task) -> Game:
-    """Generate the game given by a task's fields `game` and `size`. Invalid fields raise SettingsError or TaskError."""
+    """Generate the game from a task's fields `game` and `size`. Raises SettingsError or TaskError if one is invalid."""
     if "game" not in task.fields:
         raise SettingsError("field 'game' is missing; create tasks with af.envs.alfworld.tasks() or tasks_in(folder)")
     return games.game(int_field(task, "game"), task.fields.get("size", "full"))

@@ -17,8 +17,8 @@ from agentfly_kit import task_files
 Name = tuple[str, int]
 
 
-# World data: which object types have which property, fit into which receptacle type (ALFWorld's `canContain`) and occur
-# in which room; and how many receptacles of each type a room has at least and at most.
+# World data: the object types that have each property, fit into each receptacle type (ALFWorld's `canContain`) and
+# occur in each room, and the minimum and maximum number of receptacles of each type in a room.
 WORLD = task_files.bundled_json("vocabularies", "alfworld.json")
 OPENABLE, HEATABLE, COOLABLE, CLEANABLE, SLICEABLE, KNIVES = (
     frozenset(WORLD["kinds"][name].split())

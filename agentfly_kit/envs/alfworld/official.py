@@ -1,7 +1,7 @@
 """Games run by TextWorld: ALFWorld's games (`game.tw-pddl`) and TextWorld's own games (`.json`, `.z8`).
 
-Requires `textworld` and, for `game.tw-pddl`, ALFWorld's planner `fast_downward_textworld`, which is compiled during
-installation. Nothing is downloaded; ALFWorld's command `alfworld-download` fetches its games.
+They require `textworld` and, for `game.tw-pddl`, ALFWorld's planner `fast_downward_textworld`, which is compiled during
+installation. Nothing is downloaded; ALFWorld's command `alfworld-download` downloads its games.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOADING = threading.Lock()
 
 
 def rows(folder: str | os.PathLike[str], kinds: Sequence[str] | None) -> list[dict[str, Any]]:
-    """Return a row {"id", "question", "file"} for each game below a folder, with "kind" and "split" where known."""
+    """Return a row {"id", "question", "file"} for each game below a folder, with "kind" and "split" if known."""
     root = Path(folder).expanduser()
     if not root.is_dir():
         raise SettingsError(f"{str(root)!r} is not a folder; {FETCH}")
@@ -151,7 +151,7 @@ def _start(file: str, **infos: bool) -> Any:
 
 
 def _demangled() -> Any:
-    """Return a TextWorld wrapper that gives ALFWorld's entities readable names: `Apple|+1.2` becomes "apple 1"."""
+    """Return a TextWorld wrapper that replaces ALFWorld's entity names: `Apple|+1.2` becomes "apple 1"."""
     import textworld.core
 
     class Names(textworld.core.Wrapper):  # type: ignore[misc]

@@ -26,7 +26,7 @@ class Chess:
     """Environment for one chess puzzle.
 
     If the task has the field `mate`, any mate within that number of moves is correct. Otherwise the moves of the
-    solution are correct, and so is any move that mates. The other side replies as in the solution as long as the chain
+    solution and all moves that mate are correct. The other side replies as in the solution as long as the chain
     follows it, and otherwise with a move that avoids immediate mate, if there is one.
     """
 

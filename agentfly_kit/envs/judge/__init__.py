@@ -137,7 +137,7 @@ AVOID = ("cheap", "best", "fresh", "sweet")
 
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
-    """Generate tasks as rows {"id", "question", "rubric"}. The split of a question is derived from its text."""
+    """Generate tasks as rows {"id", "question", "rubric"}. The text of a question determines its split."""
     rng = random.Random(f"judge {split} {seed}")
     found: dict[str, list[dict[str, Any]]] = {}
     while len(found) < n:

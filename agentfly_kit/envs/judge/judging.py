@@ -1,4 +1,4 @@
-"""LLM as a judge. Scores an answer with a rubric, or ranks several answers to the same task. Works with any engine.
+"""LLM as a judge: score an answer with a rubric, or rank several answers to the same task, with any engine.
 
 Answers are treated as untrusted data: they are escaped and enclosed in unpredictable delimiters, so that no part of an
 answer can be parsed as a tag, a chat turn or a verdict. If the judge's output cannot be parsed, the judge is queried
@@ -32,7 +32,7 @@ _THOUGHT = re.compile(r"<think>.*?(?:</think>|\Z)", re.DOTALL)
 
 
 def escaped(text: str) -> str:
-    """Escape everything that a model, a chat template or the parsers in this module could read as a tag."""
+    """Escape everything that a model, a chat template or the parsers in this module could interpret as a tag."""
     return _TAGS.sub(lambda match: _ESCAPES[match[0]], text.encode("utf-8", "replace").decode())
 
 
@@ -286,7 +286,7 @@ class Judge(Displayable):
     def reward(self, *, weight: float = 1.0, name: str = "judge") -> Reward[..., Any]:
         """Return a reward for `Agent(reward=...)` that scores the final answer, with points per criterion as metrics.
 
-        A missing answer scores 0. If the judge fails, the answer is unscored and the trajectory's error says why.
+        A missing answer scores 0. If the judge fails, the answer is unscored, and the trajectory's error is the reason.
         """
 
         async def judged(final: str | None, trajectory: Trajectory) -> dict[str, float]:

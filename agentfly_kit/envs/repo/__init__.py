@@ -1,7 +1,7 @@
 """repo: repair a bug in a small repository, with file tools and a shell. The reward is 1 if all its tests pass.
 
-Each chain works in its own folder, in a FileSandbox. Grading does not happen in that folder: the reward reads the
-program's files, and a Grader runs the original tests, including hidden ones, against these files in fresh processes.
+Each chain works in its own folder in a FileSandbox. Tests are not run in that folder: the reward reads the program's
+files, and a Grader runs the original tests, including hidden ones, against these files in fresh processes.
 Edited tests, a conftest.py or a patched assert therefore have no effect.
 
     tasks = af.envs.repo.tasks()                     # bugs in the included repository `stall`
@@ -127,7 +127,7 @@ class Repo(SandboxEnvironment):
         return "Submitted."
 
     async def sources(self) -> dict[str, str]:
-        """Return the program's Python files as the chain left them, by path. Unreadable files are skipped."""
+        """Return the program's Python files in their current state, keyed by path. Unreadable files are skipped."""
         found: dict[str, str] = {}
         try:
             names = await self._sandbox.list(".", depth=12)
@@ -261,9 +261,7 @@ def _question(bugs: Sequence[Mapping[str, Any]]) -> str:
 async def bugs(
     folder: str | Path | None = None, *, most: int = 3, grader: Grader | None = None, seed: int = 0
 ) -> list[dict[str, Any]]:
-    """Generate single-line bugs that the repository's visible tests detect.
-
-    Runs all tests once per bug.
+    """Generate single-line bugs that the repository's visible tests detect. All tests are run once per bug.
 
     Args:
         folder: the repository; by default the included `stall`.
@@ -316,7 +314,7 @@ def _sample_changes(changes: Sequence[mutation.Mutation], most: int, seed: str) 
 
 
 def _failure_line(test: str, why: str, text: str) -> str:
-    """Format a failure like the repository's run_tests.py: the test, the line that failed, and the error."""
+    """Format a failure as run_tests.py of the repository does: the test, the line that failed, and the error."""
     path, _, name = test.partition("::")
     numbers = re.findall(rf'File "{re.escape(path)}", line (\d+)', why)
     lines = text.splitlines()
@@ -329,8 +327,8 @@ def _failure_line(test: str, why: str, text: str) -> str:
 
 
 def patch(bug: Mapping[str, Any], text: str) -> tuple[str, str]:
-    """Return the arguments (old, new) with which the tool `edit_file` repairs a bug. `old` is the broken line, with
-    enough preceding lines to make it unique in the text."""
+    """Return arguments (old, new) of the tool `edit_file` that repair a bug. `old` is the broken line, with enough
+    preceding lines to be unique in the text."""
     lines = text.splitlines()
     at = bug["line"] - 1
     for above in range(at + 1):
@@ -341,7 +339,7 @@ def patch(bug: Mapping[str, Any], text: str) -> tuple[str, str]:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Read and repair the broken lines one after another, then submit."""
+    """Read and repair the broken lines one at a time, then submit."""
     broken = _broken_repository(task)
     plan: list[Move] = []
     for bug in task.fields["bugs"]:

@@ -1,4 +1,4 @@
-"""Repositories, and the grading of changes to them by their tests."""
+"""Repositories, and the grading of changes to a repository with its tests."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Repository:
 
     @property
     def seen(self) -> Texts:
-        """Files that the chain finds in its folder: all but the hidden tests."""
+        """Initial files of the chain's folder: all files except the hidden tests."""
         return {**self.files, **{path: text for path, text in self.tests.items() if not path.startswith(HELD_BACK)}}
 
     @property
@@ -161,14 +161,14 @@ async def grade(
     seconds: float = 3.0,
     total: float = 30.0,
 ) -> dict[str, str | None]:
-    """Run the repository's tests against other versions of its files, in fresh processes.
+    """Run the repository's tests against other versions of its files in fresh processes.
 
     Tests get copies of plain data and proxies of all other objects of the program; see `Grader.grade`.
 
     Args:
         grader: the grader that runs the tests.
         repository: the repository with the original tests.
-        files: the files to test, by path.
+        files: dict from paths to the contents of the files to test.
         only: paths of the test files to run; by default all.
         seconds: time limit per test.
         total: time limit for all tests.

@@ -33,7 +33,7 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class Mutation:
-    """A change to one line. Lines are numbered from 1; `right` is the original line, `broken` the mutated line."""
+    """A change to one line. Lines are numbered from 1. `right` is the original line, and `broken` the mutated one."""
 
     line: int
     right: str

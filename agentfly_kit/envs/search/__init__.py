@@ -69,7 +69,7 @@ class Corpus(Displayable):
         A row has the fields `title` (optional) and `text`, or the field `contents` of Search-R1: the title in quotes, a
         line break, and the text.
 
-        Raises:  SettingsError or TaskError naming the file and line.
+        Raises:  SettingsError or TaskError, with the file and line, for invalid data.
         """
         file = existing_file(path, "its rows must have 'contents', or 'title' and 'text'")
         return cls([_document(row, where) for where, row in task_files.read_rows(file)], name=str(file))
@@ -119,8 +119,8 @@ class Search:
     Args:
         corpus: a `Corpus`, a path, or texts; by default the included encyclopedia.
         topk: number of documents per search.
-        dense: an embedding, given as a function from strings to vectors or as the folder of a transformers model. By
-            default, BM25 is used instead.
+        dense: an embedding: a function from strings to vectors, or the folder of a transformers model. By default, BM25
+            is used instead.
         metric: the score used as the reward, "em" or "f1".
         brief: for small models, show only a snippet of each document instead of "Doc 1(Title: ...)" and its text. The
             snippet is the clause that shares the most words with the query, not counting words of the title.

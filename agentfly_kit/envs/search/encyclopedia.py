@@ -66,7 +66,7 @@ def read(text: str) -> Question:
 
 @lru_cache(32)
 def entries(world: int = 0) -> dict[str, Entry]:
-    """Generate encyclopedia number `world` and return its entries by title."""
+    """Generate encyclopedia number `world` and return its entries, keyed by title."""
     rng = random.Random(f"encyclopedia {world}")
     people = [f"{a} {b}" for a, b in _pairs(FIRST, LAST, PEOPLE, rng)]
     works = [f"The {a} {b}" for a, b in _pairs(QUALITIES, THINGS, WORKS, rng)]
@@ -107,7 +107,7 @@ def path(question: Question, world: int = 0) -> list[tuple[str, str, str]]:
 def questions(world: int = 0) -> tuple[Question, ...]:
     """Return all questions of one to three hops that visit no entry twice, in random order.
 
-    Questions of one, two and three hops alternate until one of these kinds is used up. All other questions follow.
+    Questions of one, two and three hops alternate until no question of one of these lengths is left. The others follow.
     """
     by_length: dict[int, list[Question]] = {n: [] for n in range(1, MAX_HOPS + 1)}
     every = entries(world)

@@ -54,9 +54,9 @@ class Catalogue:
 
     Args:
         items: a list of products as in items_shuffle.json.
-        attributes: attributes by ASIN, as in items_ins_v2.json.
-        instructions: instructions by ASIN, as in items_human_ins.json; without them, WebShop's synthetic goals are
-            used.
+        attributes: dict from ASINs to attributes, as in items_ins_v2.json.
+        instructions: dict from ASINs to instructions, as in items_human_ins.json; without it, WebShop's synthetic goals
+            are used.
         name: name to show in messages.
         seed: seed for prices within ranges and for the goals' price bounds. WebShop itself samples without a seed, so
             its bounds vary between runs and differ from the ones sampled here.
@@ -94,9 +94,9 @@ class Catalogue:
 
     @classmethod
     def load(cls, items: str | Path, ins: str | Path | None = None, human_ins: str | Path | None = None) -> Catalogue:
-        """Load WebShop's files: pass the folder that contains them, or the path of each.
+        """Load WebShop's files from the folder that contains them, or from the paths of the files.
 
-        Raises:  SettingsError naming the file that is missing or invalid, and where to get it.
+        Raises:  SettingsError if a file is missing or invalid. The message says where to get it.
         """
         first = Path(items).expanduser()
         if first.is_dir():

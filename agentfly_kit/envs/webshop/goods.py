@@ -61,7 +61,7 @@ Files = tuple[list[dict[str, Any]], dict[str, Any], dict[str, Any]]
 
 
 def make(world: int = 0) -> Files:
-    """Generate a shop in the format of WebShop's three files: (items, attributes by ASIN, instructions by ASIN)."""
+    """Generate a shop in WebShop's format: items, and dicts from ASINs to attributes and to instructions."""
     rng = random.Random(f"webshop goods {world}")
     items: list[dict[str, Any]] = []
     known: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""WebShop's reward, which measures how well the bought product meets the goal.
+"""WebShop's reward, which measures how well a purchased product meets the goal.
 
     r = type_factor * (attributes met + options met + [price <= bound]) / (attributes + options + 1)
 
@@ -112,8 +112,8 @@ _ENDINGS = re.compile(r".{2,}(able|ible|ful|less|ous|ive|ish|proof|resistant|fri
 def likely_nouns(text: str) -> list[str]:
     """Guess the nouns of a text without a tagger.
 
-    Keeps words of at least three letters that are not common adjectives, colours, sizes or function words and do not
-    end like an adjective. Returns more words than a tagger would, including brands.
+    Words of at least three letters are kept unless they are common adjectives, colours, sizes or function words, or end
+    like an adjective. The result contains more words than that of a tagger, including brands.
     """
     words = re.findall(r"[^\W\d_]+(?:['’-][^\W\d_]+)*", text.lower())
     return [w for w in words if len(w) >= 3 and w not in _OTHERS and not _ENDINGS.fullmatch(w)]

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from .limits import Limits
 
 INSIDE = Path(__file__).parent.parent / "inside"
-ZYGOTE_FILES = ("kernel", "processes", "interpreter", "zygote")  # each file comes after those that it imports
+ZYGOTE_FILES = ("kernel", "processes", "interpreter", "zygote")  # each file follows those that it imports
 STRICT_HOME = "/tmp"
 STRICT_SHM_MB = 16
 STRICT_UID = 65534  # user and group
@@ -80,12 +80,12 @@ def anonymous_file(content: bytes) -> BinaryIO:
 
 
 def host_python() -> str:
-    """Return the path of the Python binary with symlinks resolved. Python finds its standard library by this path."""
+    """Return the path of the Python binary with symlinks resolved, which Python uses to find its standard library."""
     return os.path.realpath(sys.executable)
 
 
 def inside_python(packages: bool = True) -> str:
-    """Return the path for `sys.executable` in the sandbox. With packages, it may be in a virtual environment."""
+    """Return the value of `sys.executable` in the sandbox. With packages, it may be in a virtual environment."""
     if not packages or not sys.executable:
         return host_python()
     folder, name = os.path.split(sys.executable)
@@ -138,8 +138,8 @@ def environment(home: str, path: str = "/usr/local/bin:/usr/bin:/bin") -> dict[s
 def inside_path(path: str) -> str:
     """Convert a path of the host's Python to its path inside a strict sandbox.
 
-    A virtual environment below /tmp is mounted elsewhere, because the sandbox has a /tmp of its own. The folder
-    of the interpreter keeps its path, by which Python finds its standard library.
+    A virtual environment below /tmp is mounted elsewhere, because the sandbox has its own /tmp. The folder of the
+    interpreter keeps its path, because Python uses this path to find its standard library.
     """
     python = (os.path.realpath(sys.base_prefix), host_python())
     fixed = any(_is_within(place, path) or _is_within(path, place) for place in python)
@@ -161,7 +161,7 @@ def landlock_version() -> int:
 
 
 def landlock_rules(home: str, limits: Limits, packages: bool = True) -> dict[str, object]:
-    """Return which paths sandboxed code may open with isolation="landlock", and how. All others are denied."""
+    """Return the paths that sandboxed code may access with isolation="landlock", and its rights. Others are denied."""
     read = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", *_SYSTEM_FILES, *python_folders(packages)]
     read += ["/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/uptime", "/proc/loadavg", "/proc/version"]
     read += ["/proc/sys/kernel/pid_max", "/sys/devices/system/cpu"]
@@ -189,9 +189,10 @@ input()
 def unprivileged_namespace() -> int | None:
     """Return a descriptor of a user namespace for strict sandboxes if this process is root; otherwise None.
 
-    In the namespace that bwrap creates, the only user is the one who starts it. For root, that user owns the files of
-    /proc/sys and the devices of /dev, which code inside could therefore change. In this namespace, `STRICT_UID` is the
-    host's unprivileged user of that number. None also if root may not map this user, as in some containers.
+    A namespace that bwrap creates contains only the user who starts bwrap. If this is root, code inside could change
+    the files of /proc/sys and the devices of /dev, which root owns. In the namespace returned here, `STRICT_UID` is the
+    unprivileged user of the host with the same number. The result is also None if root may not map this user, as in
+    some containers.
     """
     if os.geteuid() != 0:
         return None
@@ -204,7 +205,7 @@ def unprivileged_namespace() -> int | None:
             if not holder.stdout.readline():
                 return None
             for name in ("uid_map", "gid_map"):
-                # Mapping needs the file to be written at once.
+                # The kernel accepts a mapping only in a single write.
                 with open(f"/proc/{holder.pid}/{name}", "wb", buffering=0) as file:
                     file.write(f"0 0 1\n{STRICT_UID} {STRICT_UID} 1\n".encode())
             holder.stdin.write(b"\n")
@@ -272,7 +273,7 @@ def strict_command(
 
 
 def strict_settings() -> dict[str, object]:
-    """Return the settings of the zygote of a strict sandbox: the folders to empty, and the user to become, if any."""
+    """Return settings for the zygote of a strict sandbox: the folders to empty, and the user to become, if any."""
     namespace = unprivileged_namespace()
     user = None if namespace is None else {"uid": STRICT_UID, "namespace": namespace}
     return {"wipe": [STRICT_HOME, "/dev/shm"], "user": user}

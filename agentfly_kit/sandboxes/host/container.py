@@ -90,7 +90,7 @@ class Container(Displayable):
 
     @property
     def not_isolated(self) -> tuple[str, ...]:
-        """Known limits of the isolation, each described in a sentence."""
+        """Descriptions of what the container does not isolate."""
         return (
             "the kernel is shared unless runtime= selects another; a vulnerability in it is one of the container",
             "the folders of mounts= can be read, and written if mounted ':rw'; files written there are not deleted",
@@ -104,7 +104,7 @@ class Container(Displayable):
         return dict(map(_path_and_mode, self.mounts.values()))
 
     def limit_mechanisms(self, limits: Limits) -> dict[str, str]:
-        """Describe how each limit is enforced, with "not limited" for a limit that is None."""
+        """Return a description of how each limit is enforced; "not limited" for a limit that is None."""
         group = "the container's control group, all processes together"
         network = f"{self.network or 'the default network'}, as requested"
         return limits.describe(
@@ -203,7 +203,7 @@ def _remove_orphans(api: Any) -> None:
 
 
 class ContainerProcess(SandboxProcess):
-    """A running container and the stream to its first process. Created by `launch`."""
+    """A running container and the stream to its first process, created by `launch`."""
 
     def __init__(self, url: str) -> None:
         super().__init__()
@@ -346,7 +346,7 @@ def _config(api: Any, container: Container, limits: Limits, packages: bool = Tru
 
 
 def _raw_socket(attached: Any, url: str) -> socket.socket:
-    """Duplicate the socket of a stream, because Docker's library closes it when the stream is garbage-collected."""
+    """Duplicate the socket of a stream, because Docker's library closes the original on garbage collection."""
     connection = getattr(attached, "_sock", attached)
     if type(connection) is not socket.socket:
         raise IsolationError(f"engine must be a unix:// or tcp:// address without TLS (use a tunnel), got {url}")

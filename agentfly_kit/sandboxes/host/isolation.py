@@ -1,4 +1,4 @@
-"""Isolation levels of sandboxes, what each level guarantees, and which levels are available on this machine."""
+"""Isolation levels of sandboxes, the guarantees of each level, and the levels available on this machine."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ class LevelReport(Displayable):
     Attributes:
         name: "strict", "landlock" or "none".
         available: True if the level can be used.
-        reason: description of the level if it is available; otherwise why it is not, and how to fix that.
-        limits: for each limit, how it is enforced.
+        reason: description of the level if it is available; otherwise the reason why it is not, and how to fix that.
+        limits: dict from the name of each limit to a description of how it is enforced.
         not_isolated: aspects of the host that the level does not isolate.
     """
 
@@ -80,7 +80,7 @@ class LevelReport(Displayable):
 
 @dataclass(frozen=True, repr=False)
 class SandboxReport(Displayable):
-    """Isolation levels of this machine and what they guarantee.
+    """Isolation levels of this machine and their guarantees.
 
     Attributes:
         best: the level selected by isolation=None; "" if no level is available.
@@ -156,7 +156,7 @@ def warn_below_strict(level: str) -> None:
 
 
 def unavailable_reason(level: str) -> str:
-    """Return why a level is unavailable and how to fix that, or "" if it is available. The result is cached."""
+    """Return the reason why a level is unavailable and how to fix that, or "" if it is available. Cached."""
     if level == "strict":
         return strict_unavailable_reason()
     if level == "landlock":
@@ -167,7 +167,7 @@ def unavailable_reason(level: str) -> str:
 
 
 def limit_mechanisms(level: str, limits: Limits, groups: Hierarchy | None) -> dict[str, str]:
-    """Return, for each limit, how an isolation level enforces it, or "not limited" if it is not enforced."""
+    """Return a description of how an isolation level enforces each limit; "not limited" if it does not."""
     group = f"control group ({groups.version}), all processes together" if groups else None
     strict = level == "strict"
     if group is not None or _is_root() or level == "none":
@@ -207,7 +207,7 @@ def hierarchy() -> Hierarchy | None:
 
 
 def strict_unavailable_reason() -> str:
-    """Return why "strict" is unavailable and how to fix that, or "" if it is available. The result is cached."""
+    """Return the reason why "strict" is unavailable and how to fix that, or "" if it is available. Cached."""
     if sys.platform != "linux":
         return f"needs Linux namespaces; this is {sys.platform}"
     program = shutil.which("bwrap")
@@ -217,7 +217,7 @@ def strict_unavailable_reason() -> str:
 
 
 def landlock_unavailable_reason() -> str:
-    """Return why "landlock" is unavailable and how to fix that, or "" if it is available. The result is cached."""
+    """Return the reason why "landlock" is unavailable and how to fix that, or "" if it is available. Cached."""
     if sys.platform != "linux":
         return f"needs Linux's Landlock; this is {sys.platform}"
     if seccomp.program(landlock=6) is None:
@@ -264,7 +264,7 @@ def _probe(command: list[str], environment: dict[str, str], passed: tuple[int, .
 
 @functools.cache
 def _probe_strict(program: str) -> str:
-    """Return why the bwrap at `program` cannot run Python, or "" if it can. The result is cached for each path."""
+    """Return the reason why the bwrap at `program` cannot run Python, or "" if it can. Cached for each path."""
     calls = seccomp.program()
     if calls is None:
         return f"no system-call filter has been written for {platform.machine()}"

@@ -49,7 +49,7 @@ class Limits:
         )
 
     def rlimits(self) -> dict[str, int]:
-        """Return the limits of each process, by their names in the module `resource`."""
+        """Return the limits of each process, keyed by their names in the module `resource`."""
         found = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": 512}
         if self.memory_mb is not None:
             # A process reaches this limit before the control group's memory limit. It then gets a MemoryError and
@@ -60,12 +60,12 @@ class Limits:
         return found
 
     def describe(self, mechanisms: Mapping[str, str]) -> dict[str, str]:
-        """Return the mechanisms that enforce the limits, with "not limited" for a limit that is None."""
+        """Return the mechanism that enforces each limit; "not limited" for a limit that is None."""
         return {name: how if getattr(self, name) is not None else "not limited" for name, how in mechanisms.items()}
 
 
 _MEBIBYTE = 2**20
-# Allowance for the processes and memory of bwrap and the zygote, in addition to the limits on sandboxed code.
+# Number of processes and bytes allowed for bwrap and the zygote, in addition to the limits on sandboxed code.
 _OWN_PROCESSES = 2
 _OWN_MEMORY = 24 * _MEBIBYTE
 _numbers = itertools.count(1)
@@ -73,7 +73,7 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """Folders for new control groups. `roots` has one folder per controller, or for v2 only one, with the key ""."""
+    """Folders for new control groups. `roots` maps each controller to a folder; for v2, it maps "" to one folder."""
 
     version: str  # "v1" or "v2"
     roots: Mapping[str, Path]
@@ -106,7 +106,7 @@ def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarc
         return Hierarchy("v1", roots)
     if unified is not None:
         here = _own_group(unified, paths.get("", "/"))
-        # A group that contains processes cannot delegate controllers, so new groups are usually siblings of our own.
+        # A group that contains processes cannot delegate controllers, so new groups are usually siblings of this one.
         for root in (here, here.parent):
             if root.is_relative_to(unified) and os.access(root, os.W_OK) and os.access(root / "cgroup.procs", os.W_OK):
                 try:
@@ -142,7 +142,9 @@ class Usage:
         return None
 
     def activity(self, pid: int) -> tuple[float | None, str] | None:
-        """Return the CPU time used so far, or None, and the states of all threads; None if there is no new report.
+        """Return the CPU time used so far (None if unknown) and the states of all threads.
+
+        The result is None if there is no new report.
 
         Args:
             pid: id of the sandbox's outermost process. If it is stopped, the states contain "!", because code inside
@@ -153,7 +155,7 @@ class Usage:
         return seconds if counted is None else counted, states + ("!" if states[:1] == "T" else "")
 
     def members(self, pid: int) -> list[int]:
-        """Return the processes inside, given the outermost process."""
+        """Return the ids of the processes inside, given the id of the outermost process."""
         return processes.descendants(pid)
 
     def limit_hits(self) -> LimitHits:
@@ -201,7 +203,7 @@ class Group(Usage):
 
     @property
     def procs_files(self) -> list[str]:
-        """Files to which a process writes 0 to join the group."""
+        """Paths of the files to which a process writes 0 to join the group."""
         return [str(folder / "cgroup.procs") for folder in self.folders.values()]
 
     def enter(self, pid: int) -> None:
@@ -289,7 +291,7 @@ def _read(file: Path) -> str | None:
 
 
 def _fields(file: Path) -> dict[str, int]:
-    """Parse a file of "name number" lines."""
+    """Parse a file with lines of the form "name number"."""
     found = {}
     for line in (_read(file) or "").splitlines():
         name, _, value = line.partition(" ")

@@ -25,7 +25,7 @@ from ..inside import processes
 from . import commands, isolation, reaper, seccomp
 from .limits import Group, Limits, Usage
 
-_EXIT_SECONDS = 0.5  # seconds that a zygote has to exit before it is killed
+_EXIT_SECONDS = 0.5  # time in which a zygote must exit before it is killed
 _PRELUDE = 'for file in $JOIN; do echo 0 > "$file" || exit 97; done; unset JOIN; exec "$@"'
 
 
@@ -65,7 +65,7 @@ class SandboxProcess:
 
     @property
     def alive(self) -> bool:
-        """True if the process is running and was not destroyed."""
+        """True if the process is running and has not been destroyed."""
         return not self._destroyed and self.process is not None and self.process.poll() is None
 
     def disconnect(self) -> None:
@@ -127,7 +127,7 @@ class SandboxProcess:
 
     @staticmethod
     def _kill(process: subprocess.Popen[bytes]) -> None:
-        """Kill the process and its descendants, which would survive it at isolation levels without namespaces."""
+        """Kill the process and its descendants, which would outlive it at isolation levels without namespaces."""
         _signal(process.pid, signal.SIGSTOP)  # a stopped process still adopts orphaned descendants
         for _ in range(100):
             pids = [pid for pid in processes.descendants(process.pid) if not processes.is_dead(pid)]
@@ -231,14 +231,14 @@ def _launch(
     )  # fmt: skip
     if handle.group is not None and _lists_children():
         _confine(handle.group, handle.process)
-    with contextlib.suppress(BrokenPipeError):  # the zygote has exited; waiting for its answer reports why
+    with contextlib.suppress(BrokenPipeError):  # the zygote has exited; the wait for its answer reports the reason
         handle.control.sendall(line)  # the zygote starts nothing before it has the settings
 
 
 def _confine(group: Group, process: subprocess.Popen[bytes]) -> None:
     """Move a process that was just started, and its descendants, into its control group.
 
-    A move can take 10 to 20 ms. The process may start others in this time, so its descendants are listed repeatedly.
+    A move can take 10 to 20 ms. The process may start others meanwhile, so its descendants are listed repeatedly.
     """
     for _ in range(100):
         outside = {process.pid, *processes.descendants(process.pid)} - set(group.processes())

@@ -1,4 +1,4 @@
-"""Tags that identify the owner of a control group, folder or container, and cleanup after owners that were killed.
+"""Tags that identify the owner of a control group, folder or container, and cleanup of resources of killed owners.
 
 A tag contains the owner's pid and start time, its pid namespace and the boot id of the machine, because a pid alone may
 be reused by another process.

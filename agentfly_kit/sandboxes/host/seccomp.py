@@ -44,7 +44,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "iopl": (172, None), "ioperm": (173, None), "sethostname": (170, 161), "setdomainname": (171, 162),
     "fanotify_init": (300, 262),
 }  # fmt: skip
-# Also denied if Landlock is used, because it does not cover the metadata of files, nor the names of those that change.
+# Also denied if Landlock is used, because it covers neither the metadata of files nor the names of changed files.
 _METADATA: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
@@ -53,7 +53,7 @@ _METADATA: dict[str, tuple[int | None, int | None]] = {
     "setxattrat": (463, 463), "removexattrat": (466, 466), "file_setattr": (469, 469),
     "inotify_add_watch": (254, 27), "statmount": (457, 457), "listmount": (458, 458),
 }  # fmt: skip
-# Reported as not supported, which `ls` and `cp` expect.
+# Calls that fail with "not supported", an error that `ls` and `cp` tolerate.
 _ATTRIBUTES: dict[str, tuple[int | None, int | None]] = {
     "getxattr": (191, 8), "lgetxattr": (192, 9), "fgetxattr": (193, 10), "listxattr": (194, 11),
     "llistxattr": (195, 12), "flistxattr": (196, 13), "getxattrat": (464, 464), "listxattrat": (465, 465),
@@ -66,13 +66,13 @@ _SIGNALS: dict[str, tuple[int | None, int | None]] = {  # covered by Landlock fr
 _CLONE, _CLONE3, _PRLIMIT, _AFFINITY = (56, 220), (435, 435), (302, 261), (203, 122)
 _SOCKET, _SOCKETPAIR, _IOCTL, _FCNTL = (41, 198), (53, 199), (16, 29), (72, 25)
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag
-# Allowed socket families: unix, inet, inet6, netlink. Not vsock, which reaches the host from any network namespace.
+# Allowed socket families: unix, inet, inet6, netlink. vsock is denied: it reaches the host from any network namespace.
 _FAMILIES = (1, 2, 10, 16)
 _TIOCSTI = 0x5412
-# A file with an owner sends it signals, also SIGKILL: F_SETOWN, F_SETSIG, F_SETOWN_EX of fcntl; FIOSETOWN and SIOCSPGRP
-# of ioctl.
+# Commands that set the process to which a file sends signals, which may be SIGKILL: F_SETOWN, F_SETSIG and F_SETOWN_EX
+# of fcntl, FIOSETOWN and SIOCSPGRP of ioctl.
 _FCNTL_OWNER, _IOCTL_OWNER = (8, 10, 15), (0x8901, 0x8902)
-_PAIRED = (1, 5)  # types of socket pairs: stream and seqpacket. Other pairs can send to sockets outside.
+_PAIRED = (1, 5)  # allowed types of socket pairs: stream and seqpacket. Other pairs can send to sockets outside.
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
@@ -81,7 +81,7 @@ def _op(code: int, k: int, jt: int = 0, jf: int = 0) -> bytes:
 
 
 def _unless_argument(number: int, argument: int, allowed: tuple[int, ...], mask: int | None = None) -> list[bytes]:
-    """Return the instructions that deny a call unless an argument, after the mask, is one of the allowed values."""
+    """Return the instructions that deny a call unless the masked argument is one of the allowed values."""
     test = [_op(_LOAD, argument), *([] if mask is None else [_op(_AND, mask)])]
     test += [_op(_EQUAL, value, len(allowed) - 1 - i, i == len(allowed) - 1) for i, value in enumerate(allowed)]
     return _for_call(number, [*test, _op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)])
@@ -94,7 +94,7 @@ def _if_argument(number: int, argument: int, denied: tuple[int, ...]) -> list[by
 
 
 def _for_call(number: int, instructions: list[bytes]) -> list[bytes]:
-    """Return instructions that are skipped unless the loaded number is that of the call."""
+    """Return `instructions`, preceded by a jump that skips them unless the loaded call number is `number`."""
     return [_op(_EQUAL, number, 0, len(instructions)), *instructions]
 
 

@@ -28,7 +28,7 @@ class ContainerUsage(Usage):
     def __init__(self) -> None:
         self.hits = LimitHits()
         self.seconds: float | None = None
-        self.used = 0.0  # the same from the list of processes, in steps of 10 ms
+        self.used = 0.0  # CPU time according to the list of processes, in steps of 10 ms
         self.states = ""
         self.is_new = False  # True if the zygote has reported since the last call of `activity`
 
@@ -46,7 +46,7 @@ class ContainerUsage(Usage):
 class Stream:
     """A thread that tunnels a zygote's protocol through a connection to the container's standard input and output.
 
-    The host sends commands and the channels of each new interpreter over the socket `control`, as to a local zygote.
+    As with a local zygote, the host sends commands and the channels of each new interpreter over the socket `control`.
     """
 
     def __init__(self, connection: socket.socket, control: socket.socket, usage: ContainerUsage) -> None:
@@ -65,7 +65,7 @@ class Stream:
         self._outgoing: deque[tuple[int, bytes]] = deque()  # (channel, data still to be delivered), in order
 
     def boot(self, files: Sequence[Path]) -> None:
-        """Send the source files that are to run inside the sandbox."""
+        """Send the source files of the program that runs inside the sandbox."""
         for file in files:
             source = file.read_bytes()
             self.connection.sendall(b"%d\n" % len(source) + source)
@@ -95,7 +95,7 @@ class Stream:
             if blocked is not None:
                 events[blocked] = events.get(blocked, 0) | select.POLLOUT
             poll = select.poll()
-            # Once for each file: a second registration would replace the events of the first.
+            # Register each file once, because a second registration would replace the events of the first.
             for file, wanted in events.items():
                 poll.register(file, wanted)
             ready = dict(poll.poll(_DRAIN_SECONDS * 1e3 if over else None))

@@ -50,7 +50,7 @@ REPLY = ReplyBuffer()
 
 def handle(name: str, arguments: str, size: int) -> RawRepr:
     """Call the function `name` in CALLS. Return the length of its answer and the answer's first `size` characters."""
-    linecache.clearcache()  # the interpreter caches the source of every cell, and these contain whole files
+    linecache.clearcache()  # the interpreter caches the source of every cell, which may contain whole files
     answer: dict[str, Any]
     try:
         answer = {"answer": CALLS[name](**json.loads(arguments))}
@@ -75,7 +75,7 @@ def work_folder() -> str:
 
 
 def list_home() -> list[list[Any]]:
-    """List the content of the sandbox's folder: [path, kind, mode, size, mtime in ns, target of a link] per entry."""
+    """List the sandbox's folder. Return [path, kind, mode, size, mtime in ns, target of a link] for each entry."""
     top, found = home(), []
     device = os.stat(top).st_dev
     unseen = [""]

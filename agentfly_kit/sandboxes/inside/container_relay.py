@@ -20,7 +20,7 @@ from .processes import activity, descendants
 from .zygote import Zygote, run
 
 _CHUNK = 65536  # also the capacity of a pipe
-_FULL = 4 * _CHUNK  # limit for unsent bytes, above which code that prints is blocked
+_FULL = 4 * _CHUNK  # number of unsent bytes above which code that prints is blocked
 _USAGE_SECONDS = 0.2
 
 
@@ -32,7 +32,7 @@ class Relay(Zygote):
         self.inbox = bytearray()
         self.outbox = bytearray()
         self.unsent = bytearray()  # data not yet sent to the interpreter
-        self.data: _socket.socket | None = None  # relay's end of the data channel
+        self.data: _socket.socket | None = None  # this process's end of the data channel
         self.pipes: dict[int, int] = {}  # descriptor -> OUT or ERR
         self.counts: tuple[int, ...] | None = None
         self.call_running = False
@@ -148,7 +148,7 @@ class Relay(Zygote):
             self.unsent.clear()  # the interpreter died; its exit is reported separately
 
     def read_pipe(self, pipe: int) -> bool:
-        """Read one chunk of printed output. Return True if there was one."""
+        """Read and forward one chunk of printed output. Return True if there was one."""
         try:
             data = os.read(pipe, _CHUNK)
         except BlockingIOError:

@@ -231,7 +231,7 @@ def closest_match(old: str, text: str) -> str:
 
 
 def list_folder(path: str, depth: int, max_names: int = 1000) -> dict[str, Any]:
-    """List a folder. Return {"names": paths, with a slash after folders, "more": number of paths left out}."""
+    """List a folder. Return {"names": paths, with a trailing slash for folders, "more": number of omitted paths}."""
     inside = relative_path(path)
     top = os.path.join(work_folder(), inside)
     names: list[str] = []

@@ -1,4 +1,4 @@
-"""Data exchanged between a Grader's two interpreters, that of the submission and that of the tests.
+"""Data exchanged between the two interpreters of a Grader: one for the submission and one for the tests.
 
 In each interpreter, this file runs after base.py in the same namespace. The host relays requests and answers as JSON,
 which contains only data and references to objects in the submission's process. Therefore no code of the submission,

@@ -1,4 +1,4 @@
-"""Runs the tests of a Grader. Each use of the submission becomes a request to the submission's interpreter.
+"""Run the tests of a Grader. Each use of the submission becomes a request to the submission's interpreter.
 
 This file runs after base.py, values.py and grading_data.py in the same namespace.
 """

@@ -49,7 +49,7 @@ class Interpreter:
         set_oom_score("500")  # when memory runs out, the kernel should kill this process, not the zygote
         if restrictions is not None:
             rules, program = restrictions
-            # The Landlock rule for a /proc file is lost when the kernel's cache drops the file. An open file is kept.
+            # The Landlock rule for a /proc file is lost when the kernel's cache drops the file, so keep the file open.
             os.open("/proc/self/cgroup", os.O_PATH | os.O_CLOEXEC)
             restrict({**rules, "paths": [*rules["paths"], *((path, "read") for path in own_limits())]}, program)
             prctl(PR_SET_DUMPABLE, 1)
@@ -58,7 +58,7 @@ class Interpreter:
         os.dup2(out, 1)
         os.dup2(err, 2)
         self.socket = _socket.socket(fileno=os.dup(data))
-        # Code may close or replace its standard streams; each call begins with these.
+        # Code may close or replace its standard streams; they are restored from these before each call.
         self.output = tuple((os.dup(given), number) for given, number in ((out, 1), (err, 2)))
         for descriptor in (null, data, out, err):
             os.close(descriptor)
@@ -82,7 +82,7 @@ class Interpreter:
             request = json.loads(line)
             reply = self.run(request["code"])
             if os.getpid() != self.pid:
-                os._exit(0)  # the code forked and this is the child, which must not answer
+                os._exit(0)  # this is a child forked by the code, and must not answer
             reply["id"] = request["id"]
             self.socket.sendall(json.dumps(reply).encode() + b"\n")
 
@@ -191,7 +191,7 @@ class Interpreter:
 
 
 def restore(kept: int, descriptor: int) -> None:
-    """Let a descriptor refer to the file of another again. End the interpreter if the code has closed that too."""
+    """Make `descriptor` refer to the file of `kept` again. End the interpreter if the code has closed `kept` too."""
     try:
         if not os.path.sameopenfile(kept, descriptor):
             os.dup2(kept, descriptor)
@@ -209,7 +209,7 @@ def disarm_timers() -> None:
             try:
                 signal.setitimer(timer, 0)
                 break
-            except BaseException:  # raised by the code's handler
+            except BaseException:  # raised by a signal handler of the code
                 pass
 
 

@@ -15,7 +15,7 @@ libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork, so that all 
 
 
 def prctl(option: int, value: int) -> None:
-    """Call prctl; does nothing on systems without it."""
+    """Call prctl; has no effect on systems without it."""
     call = getattr(libc, "prctl", None)
     if call is not None:
         call(option, value, 0, 0, 0)
@@ -39,10 +39,11 @@ def enter_user_namespace() -> None:
 
 
 def become(uid: int, namespace: int, folders: list[str]) -> None:
-    """Change from uid 0 to an unprivileged user and group, without capabilities, and give this user the folders.
+    """Change from uid 0 to an unprivileged user and group without capabilities, who becomes the owner of `folders`.
 
-    The saved uid stays 0, because a process of uid 0, bwrap, may only then send the signal that ends this process with
-    it. Interpreters change it too. `namespace` is the descriptor of the user namespace, which bwrap leaves open.
+    The saved uid stays 0, because otherwise bwrap, which runs as uid 0, could not signal this process to end with it.
+    Interpreters change their saved uid too. `namespace` is the descriptor of the user namespace, which bwrap leaves
+    open.
     """
     os.close(namespace)
     for folder in folders:
@@ -51,11 +52,11 @@ def become(uid: int, namespace: int, folders: list[str]) -> None:
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, 0)
     drop_capabilities()
-    prctl(PR_SET_PDEATHSIG, 9)  # bwrap has set it, and the change of the user has cleared it
+    prctl(PR_SET_PDEATHSIG, 9)  # set by bwrap, but cleared by the change of user
 
 
 def changeable(path: str) -> bool:
-    """Return True if this process may change the mode of a file, or open it for writing. Changes nothing."""
+    """Return True if this process may change the mode of a file, or open it for writing. The file is not changed."""
     try:
         os.chmod(path, os.stat(path).st_mode & 0o7777)
         return True
@@ -81,7 +82,7 @@ def drop_capabilities() -> None:
 
 
 def filter_calls(program: bytes) -> None:
-    """Install a system-call filter for this process and its descendants. Needs PR_SET_NO_NEW_PRIVS."""
+    """Install a system-call filter for this process and its descendants. PR_SET_NO_NEW_PRIVS must be set."""
     text = ctypes.create_string_buffer(program, len(program))
     # struct sock_fprog: the number of instructions and their address
     head = (ctypes.c_uint64 * 2)(len(program) // 8, ctypes.addressof(text))
@@ -129,7 +130,7 @@ _LIMIT_FILES = {
 
 
 def own_limits() -> list[str]:
-    """Return the files that contain a process's control group limits. DuckDB aborts if it cannot read them."""
+    """Return the files that contain this process's control group limits. DuckDB aborts if it cannot read them."""
     found = ["/proc/self/cgroup"]
     with open(found[0]) as file:
         memberships = [line.rstrip("\n").split(":", 2) for line in file]
@@ -142,7 +143,7 @@ def own_limits() -> list[str]:
 
 
 def set_oom_score(score: str) -> None:
-    """Set how likely the kernel is to kill this process when memory runs out."""
+    """Set the score by which the kernel selects a process to kill when memory runs out; higher scores go first."""
     try:
         write("/proc/self/oom_score_adj", score)
     except OSError:

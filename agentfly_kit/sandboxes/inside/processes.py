@@ -54,7 +54,7 @@ def _status(file: str) -> list[str]:
 
 
 def wipe(folder: str, keep: list[str]) -> None:
-    """Delete the content of a folder, whatever its permissions and depth, except the read-only mounts in `keep`."""
+    """Delete the content of a folder, regardless of permissions and depth, except the read-only mounts in `keep`."""
     # Move nested folders up into `folder` before emptying them, so that deep nesting needs no long paths or recursion.
     if os.stat(folder).st_uid == os.getuid():  # mounts of a container belong to root and are writable for all
         os.chmod(folder, 0o700)

@@ -73,7 +73,7 @@ class Shell:
     def begin(self, command: str) -> None:
         """Start a command, which does not inherit the shell's descriptors for commands and exit statuses.
 
-        Each command begins with the original stdout and stderr, also if an earlier one has redirected or closed them.
+        Each command begins with the original stdout and stderr, even if an earlier one has redirected or closed them.
         """
         self.known = self.processes()
         self.running = secrets.token_hex(8)
@@ -129,9 +129,9 @@ class Shell:
         if not descendants(os.getpid()):  # the kernel does not list processes
             send(signal.SIGINT, -self.process.pid)
             return
-        # Not to the group: the jobs of earlier commands are in it, and not all of them ignore the signal. None of the
-        # processes runs before all have got it. Otherwise, the end of one could let another end normally, and the shell
-        # would continue with the next command.
+        # Do not signal the group, because it contains the jobs of earlier commands, some of which do not ignore the
+        # signal. Stop all processes until each has received the signal. Otherwise, after one has ended, another could
+        # exit normally, and the shell would continue with the next command.
         running = sorted(self.processes() - self.known)
         send(signal.SIGSTOP, *running)
         send(signal.SIGINT, self.process.pid, *running)
@@ -169,13 +169,13 @@ class Shell:
 
 
 class Current:
-    """Holds the sandbox's only shell."""
+    """Holder of the sandbox's only shell."""
 
     shell: Shell | None = None
 
 
 def send(number: int, *pids: int) -> None:
-    """Send a signal to processes, some of which may have ended."""
+    """Send a signal to processes, ignoring those that have ended."""
     for pid in pids:
         try:
             os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""Loads the code submitted to a Grader and answers the requests of the tests.
+"""Load the code submitted to a Grader and answer the requests of the tests.
 
 This file runs after base.py, values.py and grading_data.py in the same namespace.
 """

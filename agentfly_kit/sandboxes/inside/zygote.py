@@ -1,4 +1,4 @@
-"""The zygote: the first process of a sandbox, which forks its interpreters and never runs untrusted code.
+"""The zygote, the first process of a sandbox, which forks its interpreters and never runs untrusted code.
 
 It owns the control socket, forks a fresh interpreter on request, kills all its descendants, and empties the writable
 folders. A reset therefore starts a new process instead of clearing a namespace. The program is started as `zygote FD`
@@ -46,7 +46,7 @@ else:
 
 
 class Zygote:
-    """The process that forks and kills interpreters. Their serial numbers tell the host which interpreter has ended."""
+    """The process that forks and kills interpreters. Serial numbers identify interpreters in messages to the host."""
 
     def __init__(self, control: _socket.socket) -> None:
         self.control = control
@@ -142,7 +142,7 @@ class Zygote:
             error = None
             try:
                 self.kill_all()
-                set_oom_score("0")  # undo a change by code that runs as root of the host
+                set_oom_score("0")  # undo a change made by code that runs as root on the host
                 if message["wipe"]:
                     for folder in self.settings["wipe"]:
                         wipe(folder, self.settings["keep"])
