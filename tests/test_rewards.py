@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import waiting
-from agents import Box
+from agents import Box, TextOnly, agent
 
 import agentfly_kit as af
 from agentfly_kit.rewards import RewardSet
@@ -295,6 +295,10 @@ async def test_the_overlong_penalty_falls_linearly_over_the_last_tokens() -> Non
         chain = ANSWERED.replace(turns=tuple(dataclasses.replace(turn, ids=turn.ids or (1,)) for turn in turns))
         assert (await penalty.try_(chain)).reward == wanted
     assert "counts tokens" in str((await penalty.try_(ANSWERED)).error)
+    text_only = agent(engine=TextOnly(["5"]), reward=[penalty])
+    errors.check(
+        lambda: text_only.rollout([TASK]), af.errors.SettingsError, "'overlong_penalty' requires an engine with"
+    )
     errors.check(lambda: af.overlong_penalty(4, 5), af.errors.SettingsError, "of at least 1 and at most 4, got 5")
     errors.check(lambda: af.overlong_penalty(4, 0), af.errors.SettingsError, "buffer must be an integer of at least 1")
 
