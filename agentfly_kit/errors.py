@@ -208,9 +208,9 @@ _OTHER_NAMES = {
 }
 
 
-def suggest_keyword(wrong: str, names: Iterable[str]) -> str:
+def suggest_keyword(wrong: str, names: Iterable[str], cutoff: float = 0.5) -> str:
     """Return a hint such as "; did you mean 'size'?" with the name closest to `wrong`, or "" if no name is similar."""
-    close = difflib.get_close_matches(wrong, names, 1, cutoff=0.5)
+    close = difflib.get_close_matches(wrong, names, 1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
@@ -218,6 +218,9 @@ def _translated_keyword(wrong: str, names: Sequence[str]) -> str:
     """Return a hint with the keyword of this package that has the name `wrong` in another library, or ""."""
     found = [(n, f) for f, table in _OTHER_NAMES.items() for n, other in table.items() if wrong in (n, *other.split())]
     here = [f"; did you mean {name!r}?" for name, _ in found if name in names]
+    misspelled = suggest_keyword(wrong, names, cutoff=0.85)
+    if misspelled and not here:
+        return misspelled
     return next(iter(here + [f"; did you mean {name!r} of {function}?" for name, function in found]), "")
 
 

@@ -70,6 +70,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
 
     kind = "reward"
     error_type = RewardError
+    needs_tokens = False  # whether the reward requires the token ids of a chain
 
     def __init__(
         self,
@@ -214,7 +215,8 @@ def overlong_penalty(tokens: int, buffer: int, *, weight: float = 1.0) -> Reward
         weight: Weight of the reward.
 
     Raises:
-        SettingsError: If a number is below 1, or `buffer` exceeds `tokens`.
+        SettingsError: If a number is below 1, or `buffer` exceeds `tokens`. `Agent.rollout` raises it for a text-only
+            engine.
 
     Source:  DAPO, arXiv 2503.14476, equation 13.
     """
@@ -228,6 +230,7 @@ def overlong_penalty(tokens: int, buffer: int, *, weight: float = 1.0) -> Reward
         sampled = sum(turn.num_tokens for turn in trajectory.turns if turn.kind == "action")
         return min(0.0, max(-1.0, (tokens - buffer - sampled) / buffer))
 
+    penalty.needs_tokens = True
     return penalty
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 import waiting
-from agents import Box
+from agents import Box, TextOnly, agent
 
 import agentfly_kit as af
 from agentfly_kit.rewards import RewardSet
@@ -286,6 +286,10 @@ async def test_the_overlong_penalty_falls_linearly_over_the_last_tokens() -> Non
         chain = ANSWERED.replace(turns=tuple(dataclasses.replace(turn, ids=turn.ids or (1,)) for turn in turns))
         assert (await penalty.try_(chain)).reward == wanted
     assert "counts tokens" in str((await penalty.try_(ANSWERED)).error)
+    text_only = agent(engine=TextOnly(["5"]), reward=[penalty])
+    errors.check(
+        lambda: text_only.rollout([TASK]), af.errors.SettingsError, "'overlong_penalty' requires an engine with"
+    )
     for buffer, words in ((5, "of at least 1 and at most 4, got 5"), (0, "buffer must be an integer of at least 1")):
         errors.check(lambda: af.overlong_penalty(4, buffer), af.errors.SettingsError, words)
 

@@ -198,7 +198,12 @@ class AgentSettings(Displayable):
         return task.messages if self.system is None else ({"role": "system", "content": self.system}, *task.messages)
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:
-        """Raise TaskError if a task lacks a required field. Warn once about each tool or reward that was redefined."""
+        """Raise TaskError if a task lacks a required field, and warn once about each redefined tool or reward.
+
+        Raise SettingsError if a reward requires token ids, which the engine does not return.
+        """
+        if not self.exact and (counting := [r.name for r in self.reward if r.needs_tokens]):
+            raise SettingsError(f"the reward {counting[0]!r} requires an engine with exact tokens, got {self.engine!r}")
         self.tools.check(tasks)
         self.reward.check(tasks)
         if self.harness is not None:

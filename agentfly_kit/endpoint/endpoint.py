@@ -14,7 +14,7 @@ from typing import Any
 from agentfly_kit._display import Displayable
 from agentfly_kit.endpoint import completions, responses
 from agentfly_kit.endpoint.reply import Reply, RequestError
-from agentfly_kit.endpoint.server import Server
+from agentfly_kit.endpoint.server import KEY_PREFIX, Server
 from agentfly_kit.errors import AgentFlyError, SettingsError
 
 # Placeholder base URL of the in-process client. No connection to it is opened.
@@ -59,7 +59,7 @@ class Endpoint(Displayable):
     model = completions.MODEL
 
     def __init__(self, reply: Callable[..., Awaitable[Reply]], name: str, warn: Callable[[str, str], None]) -> None:
-        self.api_key = secrets.token_hex(16)
+        self.api_key = KEY_PREFIX + secrets.token_hex(16)
         self.usage = Usage()
         self._reply = reply
         self._name = name
@@ -159,7 +159,7 @@ class Endpoint(Displayable):
         if self._closed:
             raise RequestError("the chain with this key has ended", status=404, code="unknown_key")
         self._answers += 1
-        answer_id = f"{self.api_key[:8]}{self._answers}"
+        answer_id = f"{self.api_key[-8:]}{self._answers}"
         if path.endswith("/chat/completions"):
             answer, counts = await completions.answer(body, self._reply, answer_id, self._warn)
         elif path.endswith("/responses"):

@@ -14,6 +14,7 @@ from typing import Any
 from agentfly_kit.errors import SettingsError
 
 _MAX_BODY = 32 * 1024**2  # bytes
+KEY_PREFIX = "afk-"  # the keys of frameworks, which a client may send in the header, do not have this prefix
 _HOSTS = ("127.0.0.1", "localhost")
 # Callable with arguments (method, path, body) that returns an `Answer`.
 Handler = Callable[[str, str, bytes], Awaitable[Any]]
@@ -86,8 +87,12 @@ class Server:
 
     async def _handle(self, request: Any) -> Any:
         key, _, path = request.match_info["path"].partition("/")
-        if key not in self._handlers:  # a client that accepts only a host sends the key in the header, not in the URL
-            key, path = request.headers.get("Authorization", "").removeprefix("Bearer "), request.match_info["path"]
+        bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
+        if not key.startswith(KEY_PREFIX):  # a client that accepts only a host sends the key only in the header
+            key, path = bearer, request.match_info["path"]
+        elif bearer != key and bearer.startswith(KEY_PREFIX):
+            message = "the URL and the header must have the key of the same chain, got two keys"
+            return self._refusal(401, message, "two_keys")
         handler = self._handlers.get(key)
         if handler is None:
             return self._refusal(404, "unknown key: its chain has ended, or never began", "unknown_key")

@@ -57,7 +57,10 @@ class OpenAIEngine(Engine):
             If all retries fail, EngineError is raised.
         backoff: Wait before the first retry in seconds; it doubles with each further retry.
         max_length: Context length in tokens, if the server does not report it.
-        extra_body: Additional fields of each request.
+        extra_body: Additional fields of each request. In text mode, a field that is None is not sent. Also in text
+            mode, the server decides on options that are neither in `Sampling` nor here, and on top_k and min_p if they
+            are 0. A vLLM server takes them from the model's generation_config.json; to sample from the whole
+            distribution, pass {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}.
         weights: How `update` sends weights: "shm" through shared memory to a server on this machine, "http" over a
             socket that this process opens for the duration of an update, or "auto" for "shm" if the server's address
             is a loopback address and "http" otherwise. The weights are not encrypted. For "http", the server connects
@@ -324,15 +327,17 @@ class OpenAIEngine(Engine):
             "model": self.model,
             "messages": _wire_messages(request.messages, self._thinking_field),
             "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
             "max_tokens": sampling.max_tokens,
         }
         if request.tools:
             body["tools"] = list(request.tools)
-        # Servers may reject options that they do not know, so send only those that are set.
-        options = {"top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p, "stop": sampling.stop}
+        # Servers may reject options that the API lacks, so send those only if they are set.
+        options = {"top_k": sampling.top_k, "min_p": sampling.min_p, "stop": sampling.stop}
         body |= {name: value for name, value in options.items() if value != getattr(Sampling(), name)}
+        sent = {name: value for name, value in (body | self._extra).items() if value is not None}
         try:
-            answer = await self._request("POST", "/chat/completions", body | self._extra)
+            answer = await self._request("POST", "/chat/completions", sent)
         except Refused as error:
             if error.status != 400 or "tool" not in str(error):
                 raise

@@ -45,10 +45,10 @@ class Math(Calculator):
         if final is None:
             return 0.0
         given, expected = exact.boxed(final), exact.boxed(str(answer))
-        if exact.equivalent(given, expected):
-            return 1.0
-        decided = exact.same(given, expected) is not None or len(given) > _LONGEST
-        if decided or importlib.util.find_spec("math_verify") is None:
+        same = exact.same(given, expected)
+        if same is not None or given.strip() == expected.strip():
+            return float(same is not False)
+        if len(given) > _LONGEST or importlib.util.find_spec("math_verify") is None:
             return 0.0
         return await (await context.sandbox(MathVerifier)).score(_VERIFY, (expected, given))
 

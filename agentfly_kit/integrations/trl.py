@@ -182,7 +182,7 @@ def rollout_func(agent: Agent, tasks: Iterable[Task]) -> Callable[..., dict[str,
     known: dict[str, Task] = {}
     for task in tasks:
         other = known.setdefault(_prompt_key(task.messages), task)
-        if other.fields != task.fields:
+        if (other.fields, other.messages) != (task.fields, task.messages):
             raise SettingsError(f"tasks {other.id!r} and {task.id!r} have the same prompt but different fields")
     start: list[int] = []
 
@@ -215,7 +215,14 @@ def rollout_func(agent: Agent, tasks: Iterable[Task]) -> Callable[..., dict[str,
 
 
 def _prompt_key(messages: Iterable[Message]) -> str:
-    return json.dumps([{k: m[k] for k in ("role", "content")} for m in messages], sort_keys=True)
+    return json.dumps([_without_none(message) for message in messages], sort_keys=True)
+
+
+def _without_none(value: Any) -> Any:
+    """Remove the None values of dicts. A `datasets.Dataset` adds them, so that all rows have the same keys."""
+    if isinstance(value, dict):
+        return {k: _without_none(v) for k, v in value.items() if v is not None}
+    return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value
 
 
 def _find_task(known: dict[str, Task], prompt: Any) -> Task:

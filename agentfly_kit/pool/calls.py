@@ -126,6 +126,7 @@ def end(slot: Any) -> None:
 
 def kill_all(slots: Mapping[int, Any]) -> None:
     """Kill all sandboxes of a pool. Called when the pool is closed or garbage-collected, or when Python exits."""
-    for slot in list(slots.values()):
-        sandbox, slot.sandbox = slot.sandbox, None
-        kill(sandbox)
+    with contextlib.ExitStack() as each:  # kills every sandbox, even if SIGINT raises KeyboardInterrupt in one
+        for slot in list(slots.values()):
+            sandbox, slot.sandbox = slot.sandbox, None
+            each.callback(kill, sandbox)

@@ -244,8 +244,10 @@ class PoolCore(Generic[S]):
 
     def _kill_slot(self, slot: Slot) -> None:
         """Kill a sandbox immediately, without a task. Works even if the event loop is shutting down, or without one."""
-        end(slot)
-        self._dispatch(self._state.removed, slot, may_start=False)
+        try:
+            end(slot)
+        finally:  # SIGINT may raise KeyboardInterrupt in `end`
+            self._dispatch(self._state.removed, slot, may_start=False)
 
 
 def _acquire_error(name: str, error: BaseException | None) -> Exception:

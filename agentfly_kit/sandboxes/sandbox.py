@@ -129,8 +129,8 @@ class Sandbox(Startable):
         future = spawner.submit(self._launch)
         try:
             level, handle = await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            future.add_done_callback(_end_launched)  # the launch may still be in progress on the other thread
+        except (asyncio.CancelledError, GeneratorExit):  # GeneratorExit: dropped together with a closed event loop
+            future.add_done_callback(_end_launched)  # the launch may be in progress on the other thread
             raise
         self._adopt(level, handle)
         try:

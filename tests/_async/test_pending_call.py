@@ -66,6 +66,7 @@ async def test_asyncio_accepts_it_as_a_coroutine() -> None:
         (af.ppo_step, "referense", "reference"),
         (af.train, "eval_task", "eval_tasks"),
         (af.evaluate, "n", "samples"),
+        (af.collate, "advantage", "advantages"),  # a keyword of af.TrainConfig; so for each in `_OTHER_NAMES`
         *(
             (eval(f), other, name)
             for f, table in _OTHER_NAMES.items()

@@ -105,6 +105,54 @@ async def test_http_serves_the_chain_of_each_key_on_loopback_and_stops_with_the_
         )
 
 
+async def test_a_chain_cannot_reach_another_chain() -> None:
+    """Two chains run at once, and one sends requests to the other and to a third, which has ended.
+
+    Also looked at: a full URL of another chain, which no server can tell from its owner's, and a key in lower layers of
+    the path, which is not read.
+    """
+    import aiohttp
+
+    kept: list[af.Endpoint] = []
+    statuses: dict[str, int] = {}
+    done = asyncio.Event()
+
+    async def reaching(endpoint: af.Endpoint) -> str:
+        own, root = endpoint.base_url, endpoint.base_url.rsplit("/", 2)[0]
+        kept.append(endpoint)
+        if len(kept) == 2:  # waits while the third reaches for its chain
+            await done.wait()
+        elif len(kept) == 3:
+            gone, other = kept[0].api_key, kept[1].api_key
+            for name, url, bearer in (
+                ("both keys", f"{root}/{other}/v1", endpoint.api_key),
+                ("both keys, exchanged", own, other),
+                ("ended URL", f"{root}/{gone}/v1", ""),
+                ("ended URL, own key", f"{root}/{gone}/v1", endpoint.api_key),
+                ("ended key, own URL", own, gone),
+                ("ended key", f"{root}/v1", gone),
+                ("guessed", f"{root}/{other[:-1]}{'0' if other[-1] != '0' else '1'}/v1", ""),
+                ("no key", f"{root}/v1", ""),
+                ("name", f"{root}/t/1/v1", ""),
+                ("two hops", f"{root}/v1/{other}", ""),
+            ):
+                headers = {"Authorization": f"Bearer {bearer}"}
+                body = {"messages": [{"role": "user", "content": "intruder"}]}
+                async with aiohttp.ClientSession(headers=headers) as client:
+                    async with client.post(f"{url}/chat/completions", json=body) as got:
+                        statuses[name] = got.status
+            done.set()
+        return "5"
+
+    agent = harnessed(reaching, ["x"])
+    await agent.rollout([TASK])
+    rollout = await agent.rollout([TASK], 2)
+    two = ("both keys", "both keys, exchanged", "ended URL, own key", "ended key, own URL")
+    assert {name: status for name, status in statuses.items() if status != 404} == dict.fromkeys(two, 401)
+    assert len(statuses) == 10
+    assert [(t.stop, len(t.actions), t.reward) for t in rollout] == [("answered", 0, 1.0)] * 2
+
+
 MALFORMED = [
     b"garbage\r\n\r\n", b"GET / HTTP/1.1\r\nConnection: close\r\n\r\n", b"\x16\x03\x01\x02\x00" * 9,
     b"GET / HTTP/1.1\r\nHost: localhost\r\nContent-Length: abc\r\n\r\n",

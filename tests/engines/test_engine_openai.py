@@ -140,6 +140,18 @@ async def test_text_can_be_evaluated_and_is_refused_for_training(server: Server,
     errors.check(lambda: agent.chain(tasks[0]).force("hello"), af.errors.ChatTemplateError, "no tokenizer")
 
 
+async def test_text_is_sampled_as_the_settings_say(server: Server, engine: Connect) -> None:
+    """Otherwise, a server applies its own top_p. Also looked at: exact mode, which sends every option."""
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    for sampling, extra, wanted in (
+        (af.Sampling(), {}, {"temperature": 1.0, "top_p": 1.0}),
+        (af.Sampling(0.5, top_p=0.9, top_k=3), {}, {"temperature": 0.5, "top_p": 0.9, "top_k": 3}),
+        (af.Sampling(), {"top_p": None, "top_k": 0}, {"temperature": 1.0, "top_k": 0}),
+    ):
+        await make(engine(extra_body=extra), sampling=sampling).rollout(agents.tasks(1))
+        assert {name: value for name, value in server.got[-1][1].items() if name in names} == wanted
+
+
 async def test_a_cut_text_ends_the_chain_as_a_turn_that_was_cut(server: Server, engine: Connect) -> None:
     server.answer = lambda path, body: chat("and so on and", finish="length")
     assert (await first(engine())).stop == "turn_tokens"

@@ -343,6 +343,29 @@ def test_a_rollout_func_that_does_not_match_the_trainer_is_rejected(tmp_path: Pa
     )
 
 
+def test_tasks_that_differ_in_earlier_calls_are_told_apart() -> None:
+    """Also looked at: names, thinking and ids of calls, and keys that a dataset adds to the other rows."""
+
+    def asked(name: str, **more: Any) -> af.Task:
+        function = {"name": "calculator", "arguments": more.pop("arguments", {"expression": "1+1"})}
+        calls = [{"id": more.pop("id", "c"), "type": "function", "function": function}]
+        called = {"role": "assistant", "content": "", "tool_calls": calls, **more}
+        told = {"role": "tool", "content": "2", "tool_call_id": calls[0]["id"], "name": "calculator"}
+        return af.Task(name, ({"role": "user", "content": "1+1?"}, called, told), {"answer": name})
+
+    tasks = [
+        asked("a"),
+        asked("b", arguments={"expression": "2"}),
+        asked("c", thinking="hm"),
+        asked("d", arguments={"other": "2"}),
+        asked("e", id="other"),
+        *agents.tasks(1),
+    ]
+    known = {bridge._prompt_key(task.messages): task for task in tasks}
+    bridge.rollout_func(agents.agent(), tasks)
+    assert [bridge._find_task(known, row["prompt"]) for row in bridge.dataset(tasks)] == tasks
+
+
 # --- TRL's own loop ------------------------------------------------------------------------------
 
 

@@ -2,9 +2,12 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import select
 import signal
+import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,8 +19,9 @@ from test_sandbox_python import IGNORES_INTERRUPTS, below, nothing_left, runs  #
 from waiting import GUARD, blocking_until, until
 
 import agentfly_kit as af
-from agentfly_kit.sandboxes.host import isolation, limits
+from agentfly_kit.sandboxes.host import isolation, limits, process
 from agentfly_kit.sandboxes.host.limits import Hierarchy
+from agentfly_kit.sandboxes.inside import processes
 
 
 @pytest.fixture(params=few("strict", "none"))
@@ -118,6 +122,57 @@ def small_parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.undo()
     for root in roots.values():
         root.rmdir()
+
+
+# --- interrupts and closed event loops -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["a sandbox", "a pool", "a closed pool"])
+def test_an_interrupt_while_sandboxes_are_killed_leaves_nothing(
+    where: str, level: str, monkeypatch: pytest.MonkeyPatch
+):
+    """The second interrupt of a user arrives while the first is handled, and with it a process was left stopped.
+
+    Also looked at: the ends of slots in `PoolCore._close` and of calls that were given up, which are tried again.
+    """
+    pool = af.Pool(af.PythonSandbox, size=2, min_idle=2, isolation=level)
+    listed, interrupts = processes.descendants, iter([signal.SIGINT] * 2)
+
+    def interrupted(root: int) -> list[int]:
+        for number in interrupts:
+            signal.raise_signal(number)
+        return listed(root)
+
+    async def main() -> None:
+        lease = await pool.acquire()
+        await until(lambda: pool.snapshot().idle == 1)
+        monkeypatch.setattr(processes, "descendants", interrupted)
+        if where == "a sandbox":
+            lease.sandbox.kill()
+        elif where == "a closed pool":
+            pool._finalizer()
+        else:
+            pool._kill_slot(pool._state.slots[lease.id])
+
+    with warnings.catch_warnings(action="ignore"):  # the lease is dropped
+        errors.check(lambda: asyncio.run(main()), KeyboardInterrupt)
+        gc.collect()
+    assert pool.snapshot().leased == 0
+    asyncio.run(pool.close())
+
+
+def test_a_start_that_is_dropped_with_its_event_loop_leaves_nothing(level: str):
+    """Also looked at: starts of containers, which share this code, and of vLLM, whose engine keeps the process."""
+    loop, hold = asyncio.new_event_loop(), threading.Event()
+    process.spawner.submit(hold.wait, GUARD)
+    start = loop.create_task(af.PythonSandbox(isolation=level).start())
+    loop.run_until_complete(asyncio.sleep(0))
+    start._log_destroy_pending = False  # type: ignore[attr-defined]  # that is what this test does
+    loop.close()
+    del start, loop
+    gc.collect()
+    hold.set()
+    process.spawner.submit(int).result(GUARD)
 
 
 HOG = "x = bytearray(150 * 2 ** 20)"

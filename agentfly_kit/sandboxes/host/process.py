@@ -95,24 +95,26 @@ class SandboxProcess:
 
     def destroy(self) -> None:
         """End the process and release all resources. Blocks for about 2 ms, at most a few seconds."""
-        with self._lock:
+        # The stack carries out every step, even if SIGINT raises KeyboardInterrupt during an earlier one.
+        with self._lock, contextlib.ExitStack() as last_first:
             if self._destroyed:
                 return
             self._destroyed = True
-            self.disconnect()
-            if os.getpid() != self.owner_pid:
-                return  # a fork of the host process does not own the sandbox
-            process = self.process
-            if process is not None:
-                try:
-                    process.wait(_EXIT_SECONDS)
-                except subprocess.TimeoutExpired:
-                    self._kill(process)
-            if self.group is not None:
-                self.group.kill()
-                self.group.remove()
-            if self.scratch is not None:
-                shutil.rmtree(self.scratch, ignore_errors=True)
+            owned = os.getpid() == self.owner_pid  # a fork of the host process does not own the sandbox
+            if owned and self.scratch is not None:
+                last_first.callback(shutil.rmtree, self.scratch, ignore_errors=True)
+            if owned and self.group is not None:
+                last_first.callback(self.group.remove)
+                last_first.callback(self.group.kill)
+            if owned and self.process is not None:
+                last_first.callback(self._end_process, self.process)
+            last_first.callback(self.disconnect)
+
+    def _end_process(self, process: subprocess.Popen[bytes]) -> None:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_EXIT_SECONDS)
+        if process.poll() is None:
+            self._kill(process)
 
     def stop(self) -> None:
         """Kill the process and wait for it to exit. `destroy` releases its other resources."""
@@ -121,23 +123,27 @@ class SandboxProcess:
 
     def kill(self) -> None:
         """Like `destroy`, but without a grace period."""
-        if not self._destroyed:
-            self.stop()
-        self.destroy()
+        try:
+            if not self._destroyed:
+                self.stop()
+        finally:
+            self.destroy()
 
     @staticmethod
     def _kill(process: subprocess.Popen[bytes]) -> None:
-        """Kill the process and its descendants, which would outlive it at isolation levels without namespaces."""
-        _signal(process.pid, signal.SIGSTOP)  # a stopped process still adopts orphaned descendants
-        for _ in range(100):
-            pids = [pid for pid in processes.descendants(process.pid) if not processes.is_dead(pid)]
-            for pid in pids:
-                _signal(pid, signal.SIGKILL)
-            if not pids:
-                break
-            time.sleep(0.001)
-        process.kill()
-        process.wait()
+        """Kill the process and its descendants, which would survive it at isolation levels without namespaces."""
+        try:
+            _signal(process.pid, signal.SIGSTOP)  # a stopped process still adopts orphaned descendants
+            for _ in range(100):
+                pids = [pid for pid in processes.descendants(process.pid) if not processes.is_dead(pid)]
+                for pid in pids:
+                    _signal(pid, signal.SIGKILL)
+                if not pids:
+                    break
+                time.sleep(0.001)
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _signal(pid: int, number: int) -> None:
