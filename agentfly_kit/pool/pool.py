@@ -292,7 +292,7 @@ class Pool(Displayable, PoolCore[S]):
 
 
 def _is_reusable(lease: Lease[Any]) -> bool:
-    """Return False if a cancelled or timed-out call may still be running or may have changed the sandbox."""
+    """Return False if an abandoned or failed call may still be running or may have changed the sandbox."""
     ends_calls = getattr(lease.pool.sandbox_type, "ends_cancelled_calls", False)
     return not (lease.worker.busy if ends_calls else lease.worker.discarded)
 

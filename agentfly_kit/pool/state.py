@@ -222,7 +222,7 @@ class PoolState:
             self._report("turn", slot.id, slot.owner, str(turn))
 
     def recycle(self, slot: Slot, close: bool = False) -> None:
-        """Event: a user requested a reset or close of a sandbox. If it is leased, it is closed and the lease revoked."""
+        """Event: a user requested to reset or close a sandbox. A leased sandbox is closed and its lease revoked."""
         if slot.state == "leased":
             self._revoke(slot, "recycled", f"{'closed' if close else 'reset'} by hand")
         elif close and slot.state != "closing":
