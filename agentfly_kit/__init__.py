@@ -1,6 +1,7 @@
-"""agentfly_kit: reinforcement learning of tool-using language-model agents in a notebook.
+"""agentfly_kit: reinforcement learning for tool-using language-model agents in notebooks.
 
-The import is cheap, because each public name is loaded on first use. Its only side effect is the default of MKL_CBWR.
+Importing the package is cheap, because each public name is loaded on first use. The only side effect is that the
+environment variable MKL_CBWR gets a default value.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from agentfly_kit import _display
 
 __version__ = "0.2.0"
 
-# In MKL's strict mode, the rounding of a row of a matrix product does not depend on the number of rows. `LocalEngine`
-# needs this. MKL reads the variable at its first call in the process.
+# In the strict mode of MKL, the rounding of a row of a matrix product does not depend on the number of rows, which
+# `LocalEngine` requires. MKL reads the variable when it is first called in the process.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 # The module that displays objects in notebooks is imported when the first object is displayed.
@@ -40,7 +41,7 @@ _MODULES = {
     "widgets": "widgets",
 }
 
-# The stub, which type checkers and editors also read, states the module of each public name in a line such as
+# The stub, which is also read by type checkers and editors, states the module of each public name in a line such as
 # `from agentfly_kit.types import Task as Task`.
 _STUB = Path(__file__).with_suffix(".pyi").read_text(encoding="utf-8")
 _LINES = re.findall(r"^from agentfly_kit\.(\S+) import (\w+) as \2$", _STUB, re.MULTILINE)
@@ -48,7 +49,7 @@ _WHERE = {name: module for module, name in _LINES if name not in _MODULES}
 
 __all__ = sorted([*_WHERE, *_MODULES])
 
-# Removed names and their replacements. A key with a dot is a name in a module, whose `__getattr__` raises `_missing`.
+# Removed names and their replacements. A key with a dot is a name in a module whose `__getattr__` raises `_missing`.
 _REMOVED = {
     "RemotePool": "af.ray.workers, whose processes start the sandboxes of the agent's pools on their own nodes",
     "errors.RemotePoolError": "af.errors.SandboxError, its base class",
@@ -67,7 +68,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _missing(name: str) -> AttributeError:
-    """Return the error for a name that does not exist, such as "Agents" or "errors.PoolFull"."""
+    """Create the error for a name that does not exist, such as "Agents" or "errors.PoolFull"."""
     if name in _REMOVED:
         return AttributeError(f"agentfly_kit.{name} was removed; use {_REMOVED[name]}")
     module, _, missing = f"agentfly_kit.{name}".rpartition(".")

@@ -1,4 +1,4 @@
-"""Command line: open the course in JupyterLab, run the quickstart, or check the installation."""
+"""Command-line interface, which opens the course in JupyterLab, runs the quickstart, or checks the installation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-_MANIFEST = ".agentfly-course.json"  # checksums of the notebooks when they were copied
+_MANIFEST = ".agentfly-course.json"  # checksums of the notebooks at the time of copying
 _FIRST = "01_quickstart.ipynb"
 
 
@@ -20,7 +20,7 @@ class _CommandError(Exception):
 
 
 def _course() -> Path:
-    """Return the folder of the notebooks: `_course` in an installed package, `notebooks` in a checkout."""
+    """Return the folder of the notebooks, which is `_course` in an installed package and `notebooks` in a checkout."""
     installed = Path(__file__).parent / "_course"
     return installed if installed.is_dir() else Path(__file__).parent.parent / "notebooks"
 
@@ -29,10 +29,10 @@ def copy_course(folder: Path) -> list[str]:
     """Copy the notebooks of the course into a folder. Notebooks that were edited there are never overwritten.
 
     Args:
-        folder: Created if it does not exist.
+        folder: The folder, which is created if it does not exist.
 
     Returns:
-        The names of the notebooks that were kept because they had been edited.
+        The names of notebooks that were not overwritten because they had been edited.
 
     Raises:
         OSError: If the folder cannot be written.
@@ -71,14 +71,14 @@ def _lab(folder: Path, port: int | None, browser: bool) -> int:
     command += ["--no-browser"] if not browser else []
     command += [f"--port={port}", "--ServerApp.port_retries=0"] if port is not None else []
     command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []
-    # Prefer this environment's kernel to a kernel with the same name in the home directory.
+    # Prefer the kernel of this environment to a kernel with the same name in the home directory.
     environment = {"OMP_NUM_THREADS": "1", "JUPYTER_PREFER_ENV_PATH": "1", **os.environ}
     return _start(command, folder, environment)
 
 
 def _start(command: list[str], folder: Path, environment: dict[str, str]) -> int:
     sys.stdout.flush()
-    if hasattr(os, "fork"):  # replace this process, so that JupyterLab receives all signals
+    if hasattr(os, "fork"):  # replace this process so that JupyterLab receives all signals
         os.chdir(folder)
         os.execve(command[0], command, environment)
     return subprocess.run(command, cwd=folder, env=environment, check=False).returncode
@@ -135,7 +135,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run the command-line interface.
 
     Args:
-        argv: The arguments; defaults to `sys.argv[1:]`.
+        argv: The arguments; by default `sys.argv[1:]`.
 
     Returns:
         The exit code; 0 on success.

@@ -4,8 +4,8 @@
     python -m agentfly_kit demo notebooks/02_two.ipynb --save     # save the outputs in the notebook
 
 The last printed line is the result measured by the notebook, `success: <before> -> <after>`. If a cell fails, the
-script prints the cell and its traceback and exits with code 1. Training progress is read from the files that training
-runs write, so it is shown for any notebook.
+script prints the cell and its traceback and exits with code 1. Training progress is read from the files written by
+training runs, so it is shown for any notebook.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class Interrupted(Exception):
 
 
 def title(source: str) -> str:
-    """Return a short title for a cell: its first comment, or its first line if it has no comment."""
+    """Return a short title for a cell: its first comment or, if there is none, its first line."""
     lines = [line.strip() for line in source.splitlines() if line.strip()]
     comment = next((line.lstrip("# ") for line in lines if line.startswith("#") and "NBVAL" not in line), None)
     return (comment or (lines[0] if lines else ""))[:70]
 
 
 def static(notebook: Any) -> None:
-    """Remove loading messages, addresses of objects, and the widget version of outputs with a text/html version."""
+    """Remove loading messages and memory addresses, and the widget version of outputs that have a text/html version."""
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         if "outputs" in cell:
@@ -56,7 +56,7 @@ def static(notebook: Any) -> None:
 
 
 def measured(notebook: Any) -> str | None:
-    """Return the last text `success: <before> -> <after>` that the notebook printed, or None."""
+    """Return the last text of the form `success: <before> -> <after>` printed by the notebook, or None."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     texts = ["".join(output.get("text") or output.get("data", {}).get("text/plain", "")) for output in outputs]
     return next((found[-1].group() for text in reversed(texts) if (found := list(SUCCESS.finditer(text)))), None)
@@ -70,10 +70,10 @@ def heading(notebook: Any) -> str | None:
 
 
 def page(notebook: Any, name: str) -> str:
-    """Return the executed notebook as one HTML page that loads nothing from the network.
+    """Convert the executed notebook to a single HTML page that loads nothing from the network.
 
-    By default, an nbconvert page loads require.js, MathJax, Mermaid and the widget manager from CDNs. All scripts and
-    remote images are removed; formulas are shown as LaTeX source. The page supports light and dark colour schemes.
+    By default, nbconvert pages load require.js, MathJax, Mermaid and the widget manager from CDNs. All scripts and
+    remote images are removed, and formulas are shown as LaTeX source. The page supports light and dark color schemes.
     `name` is the title if the notebook has no heading.
     """
     from jinja2 import DictLoader
@@ -100,7 +100,7 @@ def page(notebook: Any, name: str) -> str:
 
 
 def show_steps(folder: Path, shown: Counter[Path]) -> None:
-    """Print the steps that training runs have appended to steps.jsonl. `shown` counts the printed lines per file."""
+    """Print the steps that training runs have appended to steps.jsonl. `shown` counts the lines printed per file."""
     for path in sorted(folder.glob("runs/*/steps.jsonl")):
         lines = path.read_text(encoding="utf-8").split("\n")[:-1]  # the last part is empty or incomplete
         for record in map(json.loads, lines[shown[path] :]):
@@ -138,8 +138,8 @@ async def execute(notebook: Any, folder: Path) -> None:
         on_cell_execute=starts,
         on_cell_executed=lambda **_: show_steps(folder, shown),
     )
-    # nbclient's context manager is unsuitable: its signal handlers kill the kernel but leave the client waiting for a
-    # reply. Instead, a signal cancels the run, and the `finally` block stops the kernel.
+    # The context manager of nbclient is unsuitable: its signal handlers kill the kernel but leave the client waiting
+    # for a reply. Instead, a signal cancels the run, and the `finally` block stops the kernel.
     loop, this = asyncio.get_running_loop(), asyncio.current_task()
     assert this is not None
     stopped = False
@@ -172,7 +172,7 @@ async def execute(notebook: Any, folder: Path) -> None:
 
 
 def run_demo(path: Path, out: Path, save: bool = False) -> int:
-    """Run the notebook at `path` in the folder `out`. If `save`, write its outputs to `path`. Return the exit code."""
+    """Run the notebook at `path` in the folder `out`. If `save` is True, save its outputs. Return the exit code."""
     name = re.sub(r"^\d+_", "", path.stem)
     if not path.exists():
         print(f"demo: no notebook {path}", file=sys.stderr)
@@ -189,8 +189,8 @@ def run_demo(path: Path, out: Path, save: bool = False) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     mark.touch()
 
-    # Use one thread, because this is fastest for a tiny model, and disable downloads. Prefer the kernel of this
-    # environment to a kernel with the same name in the home directory.
+    # Use one thread, which is fastest for a tiny model, and disable downloads. Prefer the kernel of this environment to
+    # a kernel with the same name in the home directory.
     for key, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "JUPYTER_PREFER_ENV_PATH": "1"}.items():
         os.environ.setdefault(key, value)
 

@@ -19,7 +19,7 @@ _LOADING_DELAY = 1.0
 
 
 class _ShortRepr(reprlib.Repr):
-    """Short reprs of nested values, without memory addresses. Arrays and tensors are shown as dtype and shape."""
+    """Creates short reprs of nested values, without memory addresses. Arrays and tensors appear as dtype and shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -40,26 +40,26 @@ _SHORT_REPR = _ShortRepr()
 
 
 def printable(text: str) -> str:
-    """Return text from models and tools in a form that is safe to print, with newlines and tabs kept.
+    """Return text from models and tools in a form that is safe to print. Newlines and tabs are kept.
 
-    Other control characters, which a terminal would obey, invisible characters, text-direction controls and lone
+    Other control characters, which a terminal would interpret, invisible characters, text-direction controls and lone
     surrogates are shown as code points.
     """
     return "".join(ch if ch.isprintable() or ch in "\n\t" else f"‹U+{ord(ch):04X}›" for ch in text)
 
 
 def shorten(text: str, limit: int) -> str:
-    """Truncate a text that is longer than `limit` characters to that length, including three final dots."""
+    """Truncate a text to `limit` characters, including three dots at the end, if it is longer."""
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 def short_repr(value: Any) -> str:
-    """Return a repr of at most 403 characters, even for large collections, arrays and objects with a failing repr."""
+    """Return a repr of at most 403 characters, even for large collections, arrays and objects whose repr fails."""
     return shorten(_SHORT_REPR.repr(value), 403)
 
 
 def public_values(value: Any) -> dict[str, Any]:
-    """Return an object's public attributes or, for a dataclass, its repr fields that differ from their defaults."""
+    """Return an object's public attributes or, for a dataclass, the repr fields that differ from their defaults."""
     if not dataclasses.is_dataclass(value):
         return {name: each for name, each in getattr(value, "__dict__", {}).items() if not name.startswith("_")}
     fields = [(f, getattr(value, f.name, None)) for f in dataclasses.fields(value) if f.repr and f.name[0] != "_"]
@@ -75,7 +75,7 @@ def _is_default(value: Any, default: Any) -> bool:
 
 
 def _bounded(method: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Wrap a `__repr__`: shorten long results, and use the repr of `Displayable` if the method raises."""
+    """Wrap a `__repr__` method to shorten long results, and to use the repr of `Displayable` if it raises."""
 
     @functools.wraps(method)
     def wrapper(self: Any) -> str:
@@ -92,12 +92,12 @@ def _bounded(method: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def load_html() -> Any:
-    """Return the module with `to_html`. The package replaces this function, because this layer imports no other."""
+    """Return the module that defines `to_html`. `__init__.py` replaces this function: this layer imports no other."""
     raise NotImplementedError
 
 
 class Displayable:
-    """Base class of objects with a text repr of bounded length, and an HTML repr in notebooks.
+    """Base class of objects with a text repr of bounded length and an HTML repr in notebooks.
 
     The repr of a dataclass with `repr=False` shows the fields that differ from their defaults. The HTML repr is created
     by `agentfly_kit.integrations.html`, which is imported when an object is first displayed.
@@ -119,7 +119,7 @@ class Displayable:
 
 
 def explain_interrupt(error: BaseException, text: str) -> None:
-    """Set the message of an interrupt exception, and let IPython show it with the traceback from `user_traceback`.
+    """Set the message of an interrupt exception, and make IPython show it with the traceback of `user_traceback`.
 
     The exception is modified rather than replaced, because `asyncio.timeout` in Python 3.11 handles CancelledError
     but not its subclasses.
@@ -130,7 +130,7 @@ def explain_interrupt(error: BaseException, text: str) -> None:
 
 @contextlib.contextmanager
 def loading(what: str) -> Iterator[None]:
-    """Context manager that prints "loading WHAT ..." in a notebook or terminal if its block takes over a second."""
+    """Context manager that prints "loading WHAT ..." in a notebook or terminal if the block takes over a second."""
     shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     stream = sys.stdout if hasattr(shell, "kernel") else sys.stderr
     if stream is None or not (stream is sys.stdout or stream.isatty()):
@@ -141,7 +141,7 @@ def loading(what: str) -> Iterator[None]:
         stream.write(f"loading {what} ...\n")
         stream.flush()
 
-    # Copy the context, so that the output of the timer thread appears below the running cell.
+    # Copy the context so that output of the timer thread appears below the running cell.
     timer = threading.Timer(_LOADING_DELAY, contextvars.copy_context().run, (show,))
     timer.daemon = True
     timer.start()

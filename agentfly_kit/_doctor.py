@@ -1,4 +1,4 @@
-"""The function `doctor`, which reports what this machine supports and how to install what is missing."""
+"""`doctor`, which reports what this machine supports and how to install missing parts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentfly_kit._display import Displayable
 
 @dataclass(frozen=True)
 class Check:
-    """One row of the report that `doctor` returns.
+    """One row of the report returned by `doctor`.
 
     Attributes:
         ok: False if a requirement of the tutorials is missing, None if an optional part is missing, otherwise True.
@@ -142,7 +142,7 @@ def _trl() -> Check:
     return Check("TRL", version, True)
 
 
-# Agent frameworks that were tested with unmodified agents as `Agent(harness=...)`; see docs/any_agent.md.
+# Frameworks whose unmodified agents were tested as `Agent(harness=...)`; see docs/any_agent.md.
 _FRAMEWORKS = (
     "openai", "langchain", "langgraph", "openai-agents", "pydantic-ai-slim", "autogen-agentchat", "smolagents"
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""`Chains`: facts about finished chains that the checks of `diagnose` compare, such as which answers are right."""
+"""`Chains`: facts about finished chains for the checks of `diagnose`, such as which answers are right."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import numpy.typing as npt
 from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Task, ToolResult, Turn
 
-# Names of task fields that usually hold the reference answer.
+# Names of task fields that usually contain the reference answer.
 _ANSWERS = ("answer", "answers", "gold", "solution", "target", "expected", "ground_truth", "label")
 
 
 @dataclass(frozen=True)
 class Chains:
-    """Finished chains."""
+    """Finished chains, with the facts that checks need as cached properties."""
 
     chains: tuple[Trajectory, ...]
 
@@ -38,9 +38,9 @@ class Chains:
 
     @cached_property
     def groups(self) -> tuple[tuple[Trajectory, ...], ...]:
-        """Chains with a reward, by group. Groups with fewer than two such chains are left out.
+        """Scored chains of each group. Groups with fewer than two such chains are left out.
 
-        Chains whose tokens are known and not sampled, such as those of a scripted player, are left out as well.
+        Chains whose tokens are known and not sampled, such as those of a scripted player, are left out, too.
         """
         by: dict[str, list[Trajectory]] = {}
         for t in self.scored:
@@ -50,7 +50,7 @@ class Chains:
 
     @cached_property
     def flat_groups(self) -> tuple[tuple[Trajectory, ...], ...]:
-        """Groups whose chains have the same reward, but do not all succeed."""
+        """Groups whose chains have the same reward but do not all succeed."""
         equal = (group for group in self.groups if len({t.reward for t in group}) == 1)
         return tuple(group for group in equal if not all(t.success for t in group))
 
@@ -60,28 +60,28 @@ class Chains:
 
     @cached_property
     def results(self) -> tuple[ToolResult, ...]:
-        """Results of the tool calls that could be parsed and that name an existing tool."""
+        """Results of tool calls that could be parsed and that name an existing tool."""
         calls = ((tool_names(t), call) for t in self.chains for call in t.tool_calls if call.error is None)
         return tuple(call.result for known, call in calls if call.result is not None and call.name in known)
 
     @cached_property
     def uncertainty(self) -> float:
-        """Mean entropy of the sampled tokens, or mean of -logprob if no entropies are recorded; NaN without tokens."""
+        """Mean entropy of the sampled tokens, or mean -logprob if no entropies are recorded; NaN without tokens."""
         sampled = (turn for turn in self.actions if turn.sampled)
         values = [v for turn in sampled for v in (turn.entropies or [-x for x in turn.logprobs or ()])]
         return float(np.mean(values)) if values else math.nan
 
     @cached_property
     def components(self) -> dict[str, tuple[float, ...]]:
-        """Values of the metrics, except success, that all scored chains have; empty with fewer than eight of them."""
+        """Values of the metrics, except success, that all scored chains have; empty with fewer than 8 scored chains."""
         names = set.intersection(*(set(t.metrics) for t in self.scored)) if len(self.scored) >= 8 else set()
         return {name: tuple(t.metrics[name] for t in self.scored) for name in sorted(names - {"success"})}
 
     @cached_property
     def right(self) -> npt.NDArray[np.bool_]:
-        """Whether each scored chain is right: its answer contains the reference or, without a reference, it succeeds.
+        """Mask of right scored chains: the answer contains the reference or, if that is unknown, the chain succeeds.
 
-        If no answer contains its reference, that field holds something else, such as a query.
+        If no answer contains its reference, the field is assumed to contain something else, such as a query.
         """
         stated = {t.id for t, final, answer in self.answered if states(final, answer)}
         known = self.references if stated else {}
@@ -89,18 +89,18 @@ class Chains:
 
     @cached_property
     def references(self) -> dict[str, str]:
-        """Reference answers by task id, without tasks for which none is known."""
+        """Reference answers keyed by task id, for tasks with a known reference."""
         return {t.task.id: answer for t in self.chains if (answer := reference(t.task))}
 
     @cached_property
     def answered(self) -> tuple[tuple[Trajectory, str, str], ...]:
-        """Chains with an answer to a task that has a reference answer, as (chain, answer, reference)."""
+        """Chains that answered a task with a known reference, as (chain, answer, reference)."""
         known = self.references
         return tuple((t, t.final, known[t.task.id]) for t in self.chains if t.final and t.task.id in known)
 
     @cached_property
     def starts(self) -> dict[str, set[tuple[str, ...]]]:
-        """Texts before the first action, which the policy or another author wrote, by task id."""
+        """Texts before the first action, whoever its author is, keyed by task id."""
         out: dict[str, set[tuple[str, ...]]] = {}
         for t in self.chains:
             turns = itertools.takewhile(lambda turn: not turn.completes_action, t.turns)
@@ -110,7 +110,7 @@ class Chains:
 
     @cached_property
     def first_results(self) -> dict[tuple[str, str], set[str]]:
-        """Results of the first tool call of each chain, by task id and call."""
+        """Results of the first tool call of each chain, keyed by task id and call."""
         out: dict[tuple[str, str], set[str]] = {}
         for t in self.chains:
             for call in t.tool_calls[:1]:
@@ -123,24 +123,24 @@ class Chains:
     def foreign(self) -> int:
         """Number of chains with token ids outside of the vocabulary of the chat or the engine."""
         return sum(
-            # A chat shows an unknown id as "[id]"; an engine refuses a prompt with one.
+            # A chat shows an unknown id as "[id]", and an engine rejects a prompt that contains one.
             any(text == f"[{i}]" for x in t.actions for i, text in zip(x.ids or (), x.token_texts or (), strict=False))
             or (t.error is not None and t.error.where == "engine" and "exceed the vocabulary" in t.error.message)
             for t in self.chains
         )
 
     def within_groups(self, values: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """Subtract from the value of each scored chain the mean of its group."""
+        """Subtract the mean of its group from the value of each scored chain."""
         return centered(values, [t.group for t in self.scored])
 
 
 def tool_names(t: Trajectory) -> set[str]:
-    """Return the names of the tools shown to the model. If they are not recorded, return those of the called tools."""
+    """Return the names of the tools shown to the model or, if these are not recorded, of the called tools."""
     return {schema["function"]["name"] for schema in t.tools} or {call.name for call in t.tool_calls}
 
 
 def reference(task: Task) -> str | None:
-    """Return the reference answer of a task, or None if no field is known to hold one."""
+    """Return the reference answer of a task, or None if no field is known to contain one."""
     values = (task.fields.get(name) for name in _ANSWERS)
     return next((str(v).strip() or None for v in values if isinstance(v, str | int | float)), None)
 
@@ -155,7 +155,7 @@ def contains(text: str, answer: str) -> bool:
 
 
 def states(final: str | None, answer: str) -> bool:
-    """Return whether a final answer contains the reference or is the same number."""
+    """Return True if a final answer contains the reference or is the same number."""
     final, answer = (re.sub(r"(?<=\d),(?=\d{3})", "", text or "").casefold().strip() for text in (final, answer))
     try:
         return Fraction(final) == Fraction(answer)
@@ -164,13 +164,13 @@ def states(final: str | None, answer: str) -> bool:
 
 
 def unrelated(final: str, answer: str) -> bool:
-    """Return whether a final answer does not state the reference and has no word in common with it."""
+    """Return True if a final answer does not state the reference and has no word in common with it."""
     words = [set(re.findall(r"\w+", text.casefold())) for text in (final, answer)]
     return not states(final, answer) and words[0].isdisjoint(words[1])
 
 
 def centered(values: Sequence[Any] | npt.NDArray[Any], keys: Sequence[Any]) -> npt.NDArray[np.float64]:
-    """Subtract from each value the mean of the values with the same key."""
+    """Subtract the mean of the values with the same key from each value."""
     members: dict[Any, list[int]] = {}
     for i, key in enumerate(keys):
         members.setdefault(key, []).append(i)

@@ -1,4 +1,4 @@
-"""`diagnose`, which examines a rollout, a batch and training statistics for reasons why a policy does not learn."""
+"""`diagnose`, which searches a rollout, a batch and training statistics for reasons why a policy does not learn."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
 
 # A finding is serious if its `effect` is at least this value.
 SERIOUS = 0.5
-# Beginnings of tool calls in common formats. Text that contains one of them is unlikely to be an answer.
+# Beginnings of tool calls in common formats. A text that contains one of them is unlikely to be an answer.
 _CALL = re.compile(r'<tool_call|<function|<\|tool|<\|python_tag|\[TOOL_CALLS\]|"arguments"\s*:|^Action:', re.MULTILINE)
-# Minimum length of the actions that are checked for repetition, and length of the n-grams counted, in tokens.
+# Minimum length of actions that are checked for repetition, and length of the n-grams that are counted, in tokens.
 _LONG_ACTION, _NGRAM = 24, 4
-# Smallest difference between the logprobs of engine and policy, in nats, that other weights of a model do not explain.
+# Difference between the logprobs of engine and policy, in nats, above which they cannot be weights of the same model.
 _OTHER_MODEL = 5.0
 
 
 @dataclass(frozen=True)
 class Finding(Displayable):
-    """A reason why the policy may not learn.
+    """A possible reason why the policy does not learn.
 
     Attributes:
         name: Identifier of the check, such as "unparsed_calls".
-        sentence: What was found, with numbers.
-        number: The number on which the finding is based, usually a share.
-        remedy: What to do about it.
+        sentence: Description of the finding, with numbers.
+        number: The number on which the finding is based, usually a fraction.
+        remedy: Advice on what to do about it.
         widget: Expression that shows the evidence in a notebook, where `w` is `af.widgets`.
-        effect: Estimated share of the training signal that is lost or wrong, from 0 to 1.
+        effect: Estimated fraction of the training signal that is lost or wrong, from 0 to 1.
     """
 
     name: str
@@ -58,7 +58,7 @@ class Finding(Displayable):
 
 
 class Findings(tuple[Finding, ...], Displayable):
-    """The findings of `diagnose`: first serious causes, then serious symptoms of other causes, then all others."""
+    """Findings of `diagnose`: serious causes first, then serious symptoms of other causes, then all others."""
 
     __slots__ = ()
 
@@ -82,7 +82,7 @@ def diagnose(
 
     Args:
         rollout: Chains of one training step. With None, only `stats` and `records` are examined.
-        batch: Batch collated from these chains; its mask and advantages are checked.
+        batch: Batch collated from these chains, whose mask and advantages are checked.
         stats: Statistics of the update. With `ppo_step(detail=True)`, the tokens that changed most are also reported.
         records: Records of the training steps so far, oldest first. The last record is used if `stats` is None.
 
@@ -91,7 +91,7 @@ def diagnose(
         come before their symptoms, such as groups without signal.
 
     Raises:
-        SettingsError: If there is nothing to examine, an argument has the wrong type, or `batch` contains other chains.
+        SettingsError: If there is nothing to examine, an argument has the wrong type, or `batch` has other chains.
     """
     for name, value, of in (("rollout", rollout, Rollout), ("batch", batch, Batch), ("stats", stats, Stats)):
         if value is not None and not isinstance(value, of):
@@ -111,7 +111,7 @@ def diagnose(
             sentence, number, effect = result
             name = check.__name__.removeprefix("_")
             finding = Finding(name, sentence, number, remedy, widget, min(1.0, effect))
-            # Effects are rough estimates. Round them, so that findings of nearly equal effect keep the order of checks.
+            # Effects are rough estimates. Round them so that nearly equal effects are reported in the order of checks.
             found.append(((not finding.serious, finding.serious and is_symptom, -round(finding.effect, 1)), finding))
     return Findings(finding for _, finding in sorted(found, key=lambda item: item[0]))
 
@@ -137,7 +137,7 @@ _Result: TypeAlias = tuple[str, float, float] | None
 def _unscored(e: _Evidence) -> _Result:
     count, total = len(e.chains) - len(e.scored), len(e.chains)
     failed = any(t.error is not None or t.stop in UNSCORED_STOPS for t in e.chains)
-    # Distillation needs no reward, so an update of chains without any reward or failure is intended.
+    # Distillation needs no reward, so an update on chains without any reward or failure is intended.
     if count <= 0.05 * total or (count == total and not failed and (e.numbers or e.batch is not None)):
         return None
     return f"{count} of {total} chains have no reward: {e.rollout.unscored_reason}.", count / total, 0.5 + count / total
@@ -150,7 +150,7 @@ def _wrong_mask(e: _Evidence) -> _Result:
     rows = list(zip(e.batch.trajectories, e.batch.rows, e.batch.mask.numpy(), strict=True))
     trained = {t.turns[i].author for t, row, mask in rows for i in set(row.turn_index[mask[: len(row)]].tolist())}
     for _, row, mask in rows:
-        # Do not count tokens of other authors as missing, because `collate(authors=)` excludes them intentionally.
+        # Do not count tokens of other authors as missing, because `collate(authors=)` intentionally excludes them.
         written = row.written_by if e.batch.imitation else row.sampled_by
         wanted = written(*trained)
         foreign += int((mask[: len(row)] & ~written()).sum())
@@ -168,7 +168,7 @@ def _leaked_answer(e: _Evidence) -> _Result:
         return None
     answers, prompts = tuple(tasks.values()), ["\n".join(min(e.starts[task])) for task in tasks]
     found = sum(map(contains, prompts, answers))
-    # Short answers such as "yes" may be in a prompt by chance. Subtract the matches with the answers of other tasks.
+    # Short answers such as "yes" may occur in a prompt by chance. Subtract the matches with answers of other tasks.
     share = (found - sum(map(contains, prompts, (*answers[1:], answers[0])))) / len(tasks)
     text = f"The answer is in the prompt of {found} of {len(tasks)} tasks."
     return (text, share, 0.3 + share) if share >= 0.3 else None
@@ -201,7 +201,7 @@ def _same_start(e: _Evidence) -> _Result:
     texts = set[tuple[str, ...]]().union(*e.starts.values())
     if len(e.starts) < 2 or len(texts) > 1 or any(len(set.union(*seen)) > 1 for seen in shared):
         return None
-    # Without a text of the environment or several results to compare, the tasks may differ in what is not shown.
+    # Without text from the environment or several results to compare, the tasks may differ in something not shown.
     if len(shared) < 3 and min(texts)[-1:] == (e.chains[0].task.messages[-1]["content"],):
         return None
     return f"All {len(e.starts)} tasks start with the same text, and equal calls get equal results.", 1.0, 1.0
@@ -216,7 +216,7 @@ def _reversed_reward(e: _Evidence) -> _Result:
 def _lenient_reward(e: _Evidence) -> _Result:
     high = [unrelated(*pair) for t, *pair in e.answered if t.reward is not None and t.reward > e.rewards.max() / 2]
     wrong, total = sum(high), len(high)
-    # Rewards without differences are another finding. If no answer is like its reference, the field is something else.
+    # Equal rewards are another finding. If no answer resembles its reference, the field contains something else.
     if not any(len({t.reward for t in group}) > 1 for group in e.groups) or wrong < 3 or not 0.1 < wrong / total < 0.95:
         return None
     text = f"{wrong} of {total} answers with a high reward share no word with the reference answer."
@@ -295,7 +295,7 @@ def _truncation(e: _Evidence, long: bool) -> _Result:
         return None
     stop, count = Counter(t.stop for t in cut).most_common(1)[0]
     text = f"{len(cut)} of {len(e.chains)} chains were truncated, {count} of them by {stop}"
-    # Observations that did not fit in the context have no token ids, so measure all lengths in characters.
+    # Observations that did not fit into the context have no token ids, so measure all lengths in characters.
     turns = [turn for t in cut for turn in t.turns if turn.kind != "prompt"] if stop == "context_full" else []
     sizes = [sum(len(str(m.get("content") or "")) for m in turn.messages) or len(turn.text) for turn in turns]
     seen = [(size, turn) for size, turn in zip(sizes, turns, strict=True) if turn.kind == "observation"]
@@ -305,7 +305,7 @@ def _truncation(e: _Evidence, long: bool) -> _Result:
     if long:
         names = [call.name for _, turn in seen for call in turn.tool_calls] or ["the environment"]
         text += f"; {share:.0%} of their text after the prompt is tool output, most often of {most_common(names)}"
-    # Assume that the truncated chains would all succeed without the limit. The effect is their share of the successes.
+    # Assume that all truncated chains would succeed without the limit. The effect is their share of the successes.
     failed = sum(not t.success for t in cut)
     effect = failed / max(1, failed + sum(bool(t.success) for t in e.scored))
     return f"{text}.", len(cut) / len(e.chains), effect
@@ -341,10 +341,10 @@ def _length_reward(e: _Evidence) -> _Result:
     within, rest = e.within_groups(e.rewards), centered(e.rewards, keys)
     found: list[tuple[float, float]] = []
     for lengths, least in ((tokens, 0.9), ([len(t.final or "") for t in e.scored], 0.95)):
-        # Right answers may require long chains, so compare right chains with each other, and wrong ones likewise.
+        # Right answers may require long chains, so compare right chains only with right ones, and wrong with wrong.
         r = correlation(rest, centered(lengths, keys))
         found.append((rest.var() / max(within.var(), 1e-12) * r**2, r if abs(r) >= least else 0.0))
-        # If a reward with more than a few values always grows with the length, right answers do not matter.
+        # If a reward with more than a few values always grows with the length, it does not depend on right answers.
         r = correlation(within, e.within_groups(lengths)) if len(set(e.rewards)) > 3 else 0.0
         found.append((r**2, r if abs(r) > 0.99 else 0.0))
     share, r = map(float, max(((share, r) for share, r in found if r), default=(0.0, 0.0)))
@@ -379,7 +379,7 @@ def _policy_moved(e: _Evidence) -> _Result:
     text = (
         f"An update moved the policy by {worst:.2g} nats per token{lr}{when}; {clipped:.0%} of the ratios were clipped."
     )
-    # Estimates of healthy updates reach 0.7 nats, because a few tokens dominate them.
+    # Even healthy updates reach estimates of 0.7 nats, because a few tokens dominate the mean.
     return text, worst, max(worst / 2, clipped)
 
 

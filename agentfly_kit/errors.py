@@ -25,7 +25,7 @@ class AgentFlyError(Exception):
     """Base class of all exceptions of this package."""
 
     def _render_traceback_(self) -> list[str]:
-        """Return the traceback for IPython, without the frames of this package."""
+        """Return the traceback for IPython without the frames of this package."""
         from agentfly_kit._display import user_traceback
 
         return user_traceback(self)
@@ -47,7 +47,7 @@ class ToolSchemaError(AgentFlyError, TypeError):
 
 
 class RewardError(AgentFlyError, TypeError):
-    """Raised for an invalid signature or return value of a reward function, or when an answer cannot be scored."""
+    """Raised for an invalid signature or return value of a reward function, or if an answer cannot be scored."""
 
 
 class TaskError(AgentFlyError, ValueError):
@@ -55,7 +55,7 @@ class TaskError(AgentFlyError, ValueError):
 
 
 class SettingsError(AgentFlyError, ValueError):
-    """Raised for an invalid option, or for options that contradict each other."""
+    """Raised for invalid options and for options that contradict each other."""
 
 
 def check_choice(name: str, value: object, choices: Any) -> None:
@@ -70,7 +70,7 @@ def check_instance(name: str, value: object, types: Any, expected: str) -> None:
         raise SettingsError(f"{name} must be {expected}, got {value!r:.200}")
 
 
-# Types that can be checked by name, as messages describe them.
+# Types that can be checked by name, with their descriptions in messages.
 _TYPES = {
     "bool": "True or False",
     "int": "an integer",
@@ -111,7 +111,7 @@ def check_settings(settings: Any, limits: Mapping[str, Any]) -> None:
 
     Args:
         settings: A dataclass. Fields whose annotations have other types than those in `_TYPES` are not checked.
-        limits: The limit of `check_value`, or a Literal type with the allowed values, by field name.
+        limits: The limit for `check_value` or a Literal type with the allowed values, keyed by field name.
     """
     for field in dataclasses.fields(settings):
         value, limit = getattr(settings, field.name), limits.get(field.name, "")
@@ -127,14 +127,14 @@ def check_count(name: str, value: Any, minimum: int = 1, *, optional: bool = Fal
 
 
 def check_positive(what: str, /, **given: object) -> None:
-    """Raise SettingsError for an argument that is not a positive finite `what`, such as "number of seconds"."""
+    """Raise SettingsError unless all arguments are a positive finite `what`, such as "number of seconds"."""
     for name, value in given.items():
         if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
             raise SettingsError(f"{name} must be a positive finite {what}, got {value!r}")
 
 
 def check_accepts(name: str, function: Any, *arguments: str) -> None:
-    """Raise SettingsError unless `function` accepts as many positional arguments as there are names in `arguments`."""
+    """Raise SettingsError unless `function` can be called with one positional argument for each name in `arguments`."""
     if not callable(function):
         raise SettingsError(f"{name} must be a function of ({', '.join(arguments)}), got {function!r}")
     try:
@@ -149,7 +149,7 @@ def check_accepts(name: str, function: Any, *arguments: str) -> None:
         raise SettingsError(text) from None
 
 
-# Keywords by the function that has them, and their names in TRL, verl and PyTorch.
+# Keywords of each function, with their names in TRL, verl and PyTorch.
 _OTHER_NAMES = {
     "af.TrainConfig": {
         "advantage": "adv_estimator advantage_estimator",
@@ -209,13 +209,13 @@ _OTHER_NAMES = {
 
 
 def suggest_keyword(wrong: str, names: Iterable[str], cutoff: float = 0.5) -> str:
-    """Return a hint such as "; did you mean 'size'?" with the name closest to `wrong`, or "" if no name is similar."""
+    """Return a hint such as "; did you mean 'size'?" with the name most similar to `wrong`, or "" if there is none."""
     close = difflib.get_close_matches(wrong, names, 1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _translated_keyword(wrong: str, names: Sequence[str]) -> str:
-    """Return a hint with the keyword of this package that has the name `wrong` in another library, or ""."""
+    """Return a hint with the keyword of this package that is called `wrong` in another library, or ""."""
     found = [(n, f) for f, table in _OTHER_NAMES.items() for n, other in table.items() if wrong in (n, *other.split())]
     here = [f"; did you mean {name!r}?" for name, _ in found if name in names]
     misspelled = suggest_keyword(wrong, names, cutoff=0.85)
@@ -225,7 +225,7 @@ def _translated_keyword(wrong: str, names: Sequence[str]) -> str:
 
 
 def checks_keywords(target: F) -> F:
-    """Decorate a function or class so that an unknown keyword raises a TypeError that suggests the closest keyword.
+    """Decorator for functions and classes that makes the TypeError for an unknown keyword suggest the closest one.
 
     The signature of `target` is preserved. If `target` accepts **kwargs, its keywords are not checked.
     """
@@ -278,13 +278,13 @@ def check_shape(name: str, value: Any, shape: tuple[int, ...]) -> None:
 
 
 class PolicyError(AgentFlyError):
-    """Raised when a policy cannot be loaded, or its model does not support an operation."""
+    """Raised when a policy cannot be loaded or its model does not support an operation."""
 
 
 def is_host_failure(error: BaseException) -> bool:
-    """Return True for failures of the infrastructure, which leave a chain unscored, and False for those of the model.
+    """Return True for infrastructure failures, which leave a chain unscored, and False for errors caused by the model.
 
-    A lost or refused connection is one of the infrastructure. A tool that connects to addresses that the model chooses
+    A lost or refused connection is an infrastructure failure. A tool that connects to addresses chosen by the model
     must catch ConnectionError and raise ToolError.
     """
     return isinstance(error, HostError | ConnectionError)
@@ -299,7 +299,7 @@ class BatchError(AgentFlyError, ValueError):
 
 
 class EmptyBatch(BatchError):
-    """Raised when no trajectory is left to train on. `dropped` lists the excluded trajectories with reasons."""
+    """Raised when no trajectory remains to train on. `dropped` lists the excluded trajectories with reasons."""
 
     def __init__(self, message: str, dropped: tuple[Any, ...] = ()) -> None:
         super().__init__(message)
@@ -322,7 +322,7 @@ class RunError(AgentFlyError):
 
 
 class SandboxError(HostError):
-    """Raised when a sandbox does not start, or fails because of the host rather than the code that it runs."""
+    """Raised when a sandbox cannot be started, or fails because of the host rather than the code that it runs."""
 
 
 class IsolationError(SandboxError):
@@ -334,15 +334,15 @@ class IsolationWarning(UserWarning):
 
 
 class LeaseRevoked(SandboxError):
-    """Raised when the pool has revoked a lease, because it lasted too long or the user ended it."""
+    """Raised when a pool has revoked a lease because it lasted too long or was ended by the user."""
 
 
 class PoolTimeout(HostError, TimeoutError):
-    """Raised when no sandbox becomes free within the timeout, or when none is free and the request may not wait."""
+    """Raised when no sandbox becomes free within the timeout, or when none is free and the request must not wait."""
 
 
 class PoolClosed(HostError):
-    """Raised when a closed pool is used, or when a pool is closed while a caller waits for a sandbox."""
+    """Raised when a closed pool is used, or when a pool is closed while a caller is waiting for a sandbox."""
 
 
 if not TYPE_CHECKING:  # for type checkers, a module with this function has every name

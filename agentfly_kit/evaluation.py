@@ -27,18 +27,18 @@ class Evaluation(Displayable):
 
     Attributes:
         success: Fraction of the scored chains of a task that succeeded, averaged over tasks.
-        low, high: Bounds of the 95 % confidence interval of `success`. The interval takes into account that chains of
-            one task are not independent; see `success_interval`.
+        low, high: Bounds of the 95 % confidence interval for `success`, which accounts for the dependence between
+            chains of the same task; see `success_interval`.
         pass_at_k: Unbiased estimate of the probability that at least one of k chains solves a task, for k = 1, 2, 4,
             ..., `samples`. It is averaged over tasks with at least k scored chains, and omitted if there are none.
         tasks_at_k: Number of tasks with at least k scored chains.
         reward: Mean reward of the scored chains.
-        tasks, samples: Number of tasks with a scored chain, and number of chains per task.
+        tasks, samples: Number of tasks with at least one scored chain, and number of chains per task.
         turns, calls, tokens: Mean numbers of actions, tool calls and sampled tokens per chain. `tokens` is NaN for
             text-only engines.
-        unscored, truncated: Fraction of chains without a reward, and fraction of chains truncated by a limit.
+        unscored, truncated: Fractions of chains without a reward, and of chains truncated by a limit.
         greedy: Whether the most probable tokens were chosen instead of sampling.
-        metrics: Mean of each metric over the scored chains that have it.
+        metrics: Mean of each metric over the scored chains that report it.
         seconds: Wall-clock time of the rollouts.
         rollout: The evaluated chains.
     """
@@ -62,14 +62,14 @@ class Evaluation(Displayable):
     rollout: Rollout = field(repr=False, compare=False)
 
     def summary(self) -> dict[str, float]:
-        """Return all statistics that are not NaN. `tasks@k` is omitted unless a task has fewer than k scored chains."""
+        """Return all statistics that are not NaN. `tasks@k` is omitted if all tasks have at least k scored chains."""
         names = ("success", "low", "high", "reward", "turns", "calls", "tokens", "unscored", "truncated")
         numbers = {n: v for n in names if not math.isnan(v := getattr(self, n))}
         numbers |= {f"pass@{k}": value for k, value in self.pass_at_k.items()}
         return numbers | {f"tasks@{k}": n for k, n in self.tasks_at_k.items() if n < self.tasks}
 
     def diff(self, other: Evaluation) -> RolloutDiff:
-        """Compare this evaluation with a later evaluation of the same tasks by a paired test; see `Rollout.diff`."""
+        """Compare this evaluation with a later one of the same tasks, using a paired test; see `Rollout.diff`."""
         return self.rollout.diff(other.rollout)
 
     def __repr__(self) -> str:
@@ -102,20 +102,21 @@ async def evaluate(
     group_budget: Budget | None = None,
     workers: GroupWorkers | None = None,
 ) -> Evaluation:
-    """Run `samples` chains of each task for each seed, and compute their success rate and other statistics.
+    """Run `samples` chains of each task for each seed, and compute the success rate and other statistics.
 
-    `Agent(success=)` defines whether a chain succeeds. By default, a chain succeeds if its metric "success" is not 0,
-    or, without such a metric, if its reward is at least 1.
+    `Agent(success=)` defines whether a chain succeeds. By default, a chain succeeds if its metric "success" is nonzero
+    or, if there is no such metric, if its reward is at least 1.
 
     Args:
         agent: the agent to evaluate, which must have a reward.
         tasks: the tasks.
         samples: number of chains per task and seed.
-        sampling: replaces the sampling parameters of the agent.
-        seeds: distinct seeds. There is one rollout per seed. Evaluations never use the seeds of training rollouts.
+        sampling: sampling parameters to use instead of those of the agent.
+        seeds: distinct seeds, one per rollout. Evaluations never use the seeds of training rollouts.
         max_concurrency: maximum number of chains that run concurrently.
-        greedy: choose the most probable token instead of sampling. Greedy and sampled results are not comparable.
-        budget: limits shared by all chains of a seed. Chains that could not start because of the budget are listed in
+        greedy: whether to choose the most probable token instead of sampling. Greedy and sampled results are not
+            comparable.
+        budget: limits shared by all chains of a seed. Chains that cannot start because of the budget are listed in
             `evaluation.rollout.not_run` and are not evaluated.
         group_budget: limits shared by the chains of one task and seed.
         workers: worker processes that run the groups, created by `af.ray.workers`. With None, this process runs them.
@@ -131,7 +132,7 @@ async def evaluate(
     if greedy:
         sampling = (sampling or agent.sampling).replace(temperature=0.0)
     if sampling is not None:
-        # This copy is shallow, so it shares `last_run` and the record of issued warnings with the given agent.
+        # The copy is shallow, so it shares `last_run` and the record of issued warnings with the given agent.
         agent = dataclasses.replace(agent, sampling=sampling)
     found: list[Trajectory] = []
     not_run: dict[str, str] = {}
@@ -167,7 +168,7 @@ def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evalua
     if not by_task:
         raise SettingsError(f"none of {len(rollout)} chains was scored: {rollout.unscored_reason or 'none ran'}")
     outcomes = list(by_task.values())
-    # Tasks with fewer than k scored chains have no unbiased estimate and are left out.
+    # Leave out tasks with fewer than k scored chains, for which there is no unbiased estimate.
     at_k: dict[int, list[float]] = {}
     for k in sorted({*(2**i for i in range(samples.bit_length())), samples}):
         at_k[k] = [pass_at_k(len(of_task), sum(of_task), k) for of_task in outcomes if len(of_task) >= k]

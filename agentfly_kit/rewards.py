@@ -1,4 +1,4 @@
-"""Rewards: functions that score a finished chain, and weighted sums of them."""
+"""Rewards, which are functions that score finished chains, and their weighted sums."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Per: TypeAlias = Literal["trajectory", "turn"]
 
-# Names of parameters that receive injected values, for each value of `per`. Other names refer to task fields.
+# Names of parameters that receive injected values, for each value of `per`. All other names refer to task fields.
 _INJECTED_NAMES = {
     "trajectory": ("final", "trajectory", "context"),
     "turn": ("final", "trajectory", "context", "turn", "observation"),
@@ -34,15 +34,15 @@ _INJECTED_NAMES = {
 
 @dataclass(frozen=True)
 class Score(Displayable):
-    """Result of scoring a trajectory with the reward `name` or a set of rewards. `seconds` is the time taken.
+    """Result of scoring a trajectory with the reward `name` or with a set of rewards. `seconds` is the time taken.
 
     Attributes:
         reward: The score, or None if the trajectory is unscored.
-        metrics: Value of each reward, and additional numbers that the rewards returned, by name.
+        metrics: Values of the rewards and additional numbers that they returned, keyed by name.
         error: Failure of the first reward that failed, or None.
-        turn_rewards: Weighted sum of the `per="turn"` rewards of each action, by index in `trajectory.turns`.
-        extras: Returned values that are not numbers, by name.
-        arguments: Injected values by parameter name.
+        turn_rewards: Weighted sum of the `per="turn"` rewards of each action, keyed by index in `trajectory.turns`.
+        extras: Returned values that are not numbers, keyed by name.
+        arguments: Injected values, keyed by parameter name.
     """
 
     reward: float | None
@@ -66,7 +66,7 @@ class Score(Displayable):
 
 
 class Reward(Displayable, InjectedFunction[P, R]):
-    """Function that scores a chain, created by `@reward`. A reward can also be called like the original function."""
+    """Function that scores a chain, created by `@reward`. It can also be called like the original function."""
 
     kind = "reward"
     error_type = RewardError
@@ -103,13 +103,13 @@ class Reward(Displayable, InjectedFunction[P, R]):
     async def try_(
         self, trajectory: Trajectory, /, *, turn: Turn | int | None = None, pool: Pool[Any] | None = None
     ) -> Score:
-        """Score one trajectory interactively. The score is unweighted and includes the injected arguments.
+        """Score a trajectory interactively. The score is unweighted and includes the injected arguments.
 
         Args:
             trajectory: the trajectory to score.
-            turn: with `per="turn"`, the action or its index in `trajectory.turns`; the last action by default.
+            turn: with `per="turn"`, the action or its index in `trajectory.turns`; by default the last action.
             pool: pool from which a sandbox is leased if the reward requires one, or None to start a sandbox. The
-                sandbox of the chain itself has been released.
+                chain's own sandbox has been released.
         """
         if self.per == "turn":
             turn = _action_to_score(trajectory, turn)
@@ -119,9 +119,9 @@ class Reward(Displayable, InjectedFunction[P, R]):
             return await self.score(trajectory, context, turn=turn)
 
     async def score(self, trajectory: Trajectory, context: Context, *, turn: Turn | None = None) -> Score:
-        """Return the unweighted score. If the reward function raises or times out, the trajectory is unscored."""
+        """Return the unweighted score. If the reward function raises an exception or times out, it is unscored."""
         arguments: dict[str, Any] = {}
-        # Use the original fields of the task, because tools may have changed the copy in `context`.
+        # Use the original task fields, because tools may have modified the copy in `context`.
         fields = Fields(trajectory.task.fields)
         observation = _observation_after(trajectory, turn)
         try:
@@ -141,7 +141,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
         return replace(score, reward=reward, metrics=own | metrics, extras=extras)
 
     def _split_result(self, value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]:
-        """Split a value that the reward function returned into (reward, metrics, extras)."""
+        """Split the return value of the reward function into (reward, metrics, extras)."""
         given = value if isinstance(value, Mapping) else {"reward": value}
         if "reward" not in given:
             raise RewardError(f"{self.name} must return a dict with the key 'reward', got {', '.join(map(str, given))}")
@@ -179,20 +179,20 @@ def reward(
     name: str | None = None,
     timeout: float | None = 60.0,
 ) -> Reward[P, R] | Callable[[Callable[P, R]], Reward[P, R]]:
-    """Decorate a function as a reward: `@reward`, or `@reward(weight=0.5, per="turn")`.
+    """Decorator that turns a function into a reward, as `@reward` or `@reward(weight=0.5, per="turn")`.
 
-    Arguments are injected by parameter name: `final` (text of the final answer, None if there is none), `trajectory`,
-    `context`, and with per="turn" also `turn` (the action) and `observation` (the observation that follows, or None). A
-    parameter annotated with a sandbox class receives the sandbox of the chain. All other names refer to task fields.
+    Arguments are injected by parameter name: `final` (text of the final answer or None), `trajectory`, `context` and,
+    with per="turn", also `turn` (the action) and `observation` (the observation that follows, or None). A parameter
+    annotated with a sandbox class receives the sandbox of the chain. All other names refer to task fields.
     The function returns a number, a bool, None for unscored, or dict(reward=..., anything=...). Additional numbers in
-    the dict become metrics. A metric "success" decides whether the chain succeeded (see `Agent(success=)`).
+    the dict become metrics. A metric "success" determines whether the chain succeeded (see `Agent(success=)`).
 
     Args:
         function: the function to decorate.
         weight: factor in the sum of all rewards. With weight 0, the value is only a metric.
-        per: "trajectory", or "turn" to score each action.
+        per: "trajectory" to score the whole chain, or "turn" to score each action.
         name: name in metrics; the function's name by default.
-        timeout: limit in seconds for one call of the function, or None. After a timeout the chain is unscored.
+        timeout: time limit for one call of the function in seconds, or None. After a timeout, the chain is unscored.
 
     Raises:
         RewardError: for an invalid signature or option.
@@ -203,20 +203,20 @@ def reward(
 
 
 def overlong_penalty(tokens: int, buffer: int, *, weight: float = 1.0) -> Reward[..., float]:
-    """Create a reward that falls linearly from 0 to -1 over the last `buffer` tokens before a length limit::
+    """Create a reward that decreases linearly from 0 to -1 over the last `buffer` tokens before a length limit::
 
         agent = af.Agent(..., reward=[exact, af.overlong_penalty(1024, 256)], max_tokens=1024)
 
-    It lowers the sum of the rewards; set `Agent(success=)` if a long correct answer is a success.
+    It lowers the sum of the rewards. Set `Agent(success=)` if a long correct answer is a success.
 
     Args:
-        tokens: Number of sampled tokens of a chain from which the reward is -1.
-        buffer: Number of tokens over which the reward falls.
+        tokens: Number of sampled tokens per chain at which the reward reaches -1.
+        buffer: Number of tokens over which the reward decreases.
         weight: Weight of the reward.
 
     Raises:
-        SettingsError: If a number is below 1, or `buffer` exceeds `tokens`. `Agent.rollout` raises it for a text-only
-            engine.
+        SettingsError: If a number is below 1, or if `buffer` exceeds `tokens`. `Agent.rollout` raises it if the engine
+            is text-only.
 
     Source:  DAPO, arXiv 2503.14476, equation 13.
     """
@@ -245,9 +245,9 @@ class RewardSet(Displayable, FunctionSet[Reward[..., Any]]):
         super().__init__(r if isinstance(r, Reward) else reward(r) for r in rewards)
 
     async def score(self, trajectory: Trajectory, context: Context) -> Score:
-        """Run all rewards concurrently and return their weighted sum.
+        """Run all rewards concurrently, and return their weighted sum.
 
-        If a reward with nonzero weight is unscored, the sum is unscored too, but the metrics of the other rewards are
+        If a reward with nonzero weight is unscored, the sum is unscored, too, but the metrics of the other rewards are
         kept. Chains with the stop reason "error" or "cancelled", which the model did not cause, are not scored.
         Rewards with `per="turn"` do not contribute to the sum, which is 0.0 if there are no other rewards.
         """
@@ -290,10 +290,10 @@ def _combine_scores(parts: Sequence[tuple[Reward[..., Any], int | None, Score]])
         elif part.reward is not None:
             turn_rewards[index] = turn_rewards.get(index, 0.0) + r.weight * part.reward
         else:
-            scored = scored and part.error is None  # None adds no turn reward, but a failure makes the sum unscored
+            scored = scored and part.error is None  # None means no turn reward, but a failure makes the sum unscored
     metrics = dict(own)
     for key, by_reward in others.items():
-        # If several rewards report a metric of the same name, such as "success", prefix it with the reward's name.
+        # If several rewards report a metric with the same name, such as "success", prefix it with the reward's name.
         if len(by_reward) == 1 and key not in metrics:
             metrics[key] = next(iter(by_reward.values()))
         else:
@@ -324,7 +324,7 @@ def _observation_after(trajectory: Trajectory, turn: Turn | None) -> Turn | None
 
 
 def _is_number(value: Any) -> bool:
-    """Return True for numbers that are not complex, and for NumPy arrays and torch tensors with one element."""
+    """Return True for real numbers, and for NumPy arrays and torch tensors with one element."""
     if isinstance(value, numbers.Number):
         return not isinstance(value, complex)
     shape = getattr(value, "shape", None)

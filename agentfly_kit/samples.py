@@ -1,4 +1,4 @@
-"""Records of sampling: its parameters, and what an engine receives and returns."""
+"""Records of sampling: sampling parameters, and the inputs and outputs of engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Sampling(Displayable):
         top_p: Sample from the smallest set of most probable tokens with at least this total probability, in (0, 1].
         top_k: Sample from the `top_k` most probable tokens; 0 disables top-k.
         min_p: Sample from tokens with at least `min_p` times the probability of the most probable token, in [0, 1].
-        stop: Strings that end an action. All sampled tokens are kept, but the parsed text ends before the string.
+        stop: Strings that end an action. All sampled tokens are kept, but the text is parsed only up to the string.
     """
 
     temperature: float = 1.0
@@ -43,7 +43,7 @@ class Sampling(Displayable):
             "min_p": "of at least 0 and at most 1",
         }
         check_settings(self, limits)
-        stop: Any = self.stop  # accept a single string, which tuple() would split into characters
+        stop: Any = self.stop  # a single string is accepted, but tuple() would split it into characters
         texts = (stop,) if isinstance(stop, str) else stop
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
             raise SettingsError(f"stop must be non-empty strings, got {stop!r}")
@@ -69,7 +69,7 @@ class TurnRequest(Displayable):
     Attributes:
         task: The task of the chain.
         turn: Index of the action in its chain.
-        session: Key under which an engine keeps the KV cache of a chain. `engine.release(session)` frees it.
+        session: Key under which an engine stores the KV cache of a chain. `engine.release(session)` frees it.
         messages: The conversation so far.
         tools: JSON schemas of the tools that the model may call.
     """
@@ -83,22 +83,22 @@ class TurnRequest(Displayable):
 
 @dataclass(frozen=True, repr=False)
 class Sample(Displayable):
-    """One sampled action. `ids` contains all sampled tokens, including the stop token.
+    """A sampled action. `ids` contains all sampled tokens, including the stop token.
 
     Attributes:
         ids: Token ids; None for text-only engines.
         logprobs: Logprobs after temperature and before truncation, in nats; None if the engine does not report them.
-        entropies: Exact entropies in nats of the distributions to which `logprobs` refer, one per token.
-        stop: What ended sampling: a stop token ("stop"), the limit `Sampling.max_tokens` ("length"), a string from
-            `Sampling.stop` ("string"), or an abort of the request ("abort").
+        entropies: Exact entropies of the distributions to which `logprobs` refer, in nats, one per token.
+        stop: Reason why sampling ended: a stop token ("stop"), the limit `Sampling.max_tokens` ("length"), a string
+            from `Sampling.stop` ("string"), or an aborted request ("abort").
         versions: Version of the policy that sampled each token.
         kept_mass: Probability mass kept by top-p, top-k and min-p at each token; None without truncation.
         text: Sampled text, set only by engines that return no ids.
-        calls: Tool calls, if the server has parsed them.
+        calls: Tool calls, if parsed by the server.
         seconds: Duration of the request.
         alternatives: The most probable tokens at each position as (id, logprob), in descending order of probability;
             None unless the engine records them.
-        thinking: Thinking, if the server has separated it from `text`.
+        thinking: Thinking, if separated from `text` by the server.
     """
 
     ids: tuple[int, ...] | None
@@ -119,7 +119,7 @@ class Sample(Displayable):
         check_lengths(self, ("logprobs", "entropies", "versions", "kept_mass", "alternatives"))
         for name in ("logprobs", "entropies", "kept_mass"):
             values = getattr(self, name) or ()
-            if not math.isfinite(sum(values)):  # one such chain would otherwise spoil a whole batch
+            if not math.isfinite(sum(values)):  # a single such chain would invalidate a whole batch
                 index = next((i for i, value in enumerate(values) if not math.isfinite(value)), 0)
                 raise EngineError(f"{name} of a Sample must be finite, got {values[index]} at token {index}")
 

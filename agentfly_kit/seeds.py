@@ -1,6 +1,6 @@
-"""Digests of texts, and counter-based random numbers.
+"""Counter-based random numbers, and digests of texts.
 
-Each turn has a seed derived from the run seed, and each token uses one random number.
+Each turn has a seed that is derived from the run seed, and each token uses one random number.
 Results depend only on the arguments, never on earlier draws, so concurrency and order do not change them.
 """
 
@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 
 def derive(seed: int, *parts: str | int) -> int:
-    """Derive a 63-bit seed from a run seed and other parts, such as the purpose, rollout index, task id and turn.
+    """Derive a 63-bit seed from a run seed and other values, such as the purpose, rollout index, task id and turn.
 
-    Different parts give independent seeds. Equal parts give the same seed on every machine and Python version.
+    Different values yield independent seeds. Equal values yield the same seed on every machine and Python version.
     """
     digest = hashlib.blake2b(b"".join(map(_encode_part, (seed, *parts))), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 
-# The cache helps because most parts occur repeatedly. It is typed, because 1 and True are different parts.
+# Cached, because most parts occur repeatedly. The cache is typed, because 1 and True are different parts.
 @functools.lru_cache(maxsize=4096, typed=True)
 def _encode_part(part: str | int) -> bytes:
-    # Type and length are hashed too, so that ("ab", "c") differs from ("a", "bc"), and (1,) from ("1",). NumPy integers
-    # are encoded like Python integers.
+    # Include type and length, so that ("ab", "c") differs from ("a", "bc"), and (1,) from ("1",). NumPy integers are
+    # encoded like Python integers.
     text = str(part).encode("utf-8", "surrogatepass")
     return b"%s:%d:%s" % (b"str" if isinstance(part, str) else b"int", len(text), text)
 
@@ -43,10 +43,10 @@ def digest(*texts: str, size: int = 8) -> str:
 
 
 def uniforms(seeds: npt.NDArray[np.uint64], counters: npt.NDArray[np.uint64]) -> npt.NDArray[np.float64]:
-    """Return one uniform random number in [0, 1) per (seed, counter) pair, for sampling one token in each of B rows.
+    """Return a uniform random number in [0, 1) for each pair (seed, counter), to sample one token in each of B rows.
 
     Shapes:  seeds (B,), counters (B,) -> (B,) float64 with 53 random bits.
-    Source:  the finaliser of SplitMix64 (Steele, Lea, Flood 2014) applied twice.
+    Source:  the finalizer of SplitMix64 (Steele, Lea, Flood 2014), applied twice.
     """
     import numpy as np
 

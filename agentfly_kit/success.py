@@ -1,4 +1,4 @@
-"""Rules that decide whether a chain succeeds, and statistics of success rates."""
+"""Rules that determine whether a chain succeeds, and statistics of success rates."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SuccessRule: TypeAlias = float | str | Callable[[Trajectory], bool] | None
 
 
 def check_success_rule(rule: SuccessRule) -> None:
-    """Raise SettingsError if `rule` is not a success rule."""
+    """Raise SettingsError if `rule` is not a valid success rule."""
     finite = isinstance(rule, int | float) and not isinstance(rule, bool) and math.isfinite(rule)
     function = callable(rule) and not inspect.isclass(rule) and not inspect.iscoroutinefunction(rule)
     if not (rule is None or finite or function or (isinstance(rule, str) and rule)):
@@ -29,9 +29,9 @@ def check_success_rule(rule: SuccessRule) -> None:
 
 
 def record_success(trajectory: Trajectory, rule: SuccessRule) -> Trajectory:
-    """Record in `metrics["success"]` whether a scored trajectory succeeded. If `rule` is None, nothing changes.
+    """Record in `metrics["success"]` whether a scored trajectory succeeded. If `rule` is None, return it unchanged.
 
-    If the rule cannot be applied, the trajectory becomes unscored and records the error.
+    If the rule cannot be applied, the trajectory becomes unscored and its `error` is set.
     """
     if rule is None or trajectory.reward is None:
         return trajectory
@@ -63,20 +63,20 @@ def _succeeded(trajectory: Trajectory, rule: float | str | Callable[[Trajectory]
 
 
 def success_interval(outcomes: Sequence[Sequence[bool]], level: float = 0.95) -> tuple[float, float]:
-    """Return a confidence interval of the success rate over tasks.
+    """Return a confidence interval for the success rate over tasks.
 
     With one sample per task, this is the Clopper-Pearson interval. With several samples per task, the interval is
-    computed for an effective number of samples: the number of samples, divided by the design effect (estimated from the
+    computed for an effective sample size: the number of samples divided by the design effect (estimated from the
     variance between tasks) and corrected for the degrees of freedom. It is at least the number of tasks and at most the
     number of samples, so the interval has a positive width even if all chains agree.
 
     Args:
-        outcomes: for each task, whether each scored chain succeeded. There must be at least one task, and at least one
-            chain per task.
+        outcomes: success of each scored chain, for each task. There must be at least one task, and at least one chain
+            per task.
         level: confidence level.
 
     Returns:
-        The lower and upper bounds, in [0, 1].
+        The lower and upper bound, in [0, 1].
 
     Source:  Clopper and Pearson, Biometrika 26 (1934); Korn and Graubard, Survey Methodology 24 (1998).
     """
@@ -98,12 +98,12 @@ def success_interval(outcomes: Sequence[Sequence[bool]], level: float = 0.95) ->
 
 
 def sign_flip_test(differences: Sequence[int]) -> float:
-    """Return the exact two-sided p value of the hypothesis that every difference is as likely as its negative.
+    """Return the exact two-sided p-value for the null hypothesis that each difference is as likely as its negative.
 
     If all differences are -1, 0 or 1, this is McNemar's exact test.
 
     Args:
-        differences: for each task, the number of successes in one rollout minus the number in the other.
+        differences: number of successes in one rollout minus the number in the other, for each task.
 
     Source:  Fisher, The Design of Experiments (1935).
     """

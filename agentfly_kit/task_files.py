@@ -1,4 +1,4 @@
-"""Functions that read rows of tasks from files and the Hugging Face hub, with row locations for error messages."""
+"""Reading task rows from files and the Hugging Face Hub, with the location of each row for error messages."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ FILES = ".jsonl, .json, .csv or .parquet file"
 
 
 def is_hub_id(text: str) -> bool:
-    """Return whether `text` has the form of a Hugging Face hub id, such as "openai/gsm8k"."""
+    """Return True if `text` has the form of a Hugging Face Hub id, such as "openai/gsm8k"."""
     return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[\w.-]+", text) is not None and not text.endswith(SUFFIXES)
 
 
 def hub_rows(id: str, config: str | None, split: str | None) -> Iterator[tuple[str, Any]]:
-    """Load a dataset from the Hugging Face hub. Return (location, row) for each row in `split`, or in all splits."""
+    """Load a dataset from the Hugging Face Hub. Return (location, row) for each row in `split`, or in all splits."""
     other = f"; to load a file, pass its path, such as './{id}.jsonl'"
     try:
         from datasets import load_dataset
@@ -42,7 +42,7 @@ def hub_rows(id: str, config: str | None, split: str | None) -> Iterator[tuple[s
 
 
 def bundled_folder() -> Any:
-    """Return the folder of bundled task sets: `_data` in an installed package, `data` in a checkout."""
+    """Return the folder of bundled task sets, which is `_data` in an installed package and `data` in a checkout."""
     from importlib import resources
 
     try:
@@ -52,7 +52,7 @@ def bundled_folder() -> Any:
 
 
 def bundled_json(*path: str) -> Any:
-    """Read a bundled JSON file, given by the parts of its path, such as "vocabularies" and "alfworld.json"."""
+    """Read a bundled JSON file. `path` contains the parts of its path, such as "vocabularies" and "alfworld.json"."""
     return json.loads(bundled_folder().joinpath(*path).read_text(encoding="utf-8"))
 
 
@@ -69,7 +69,7 @@ def list_of_bundled() -> str:
 
 
 def read_rows(file: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (location, row) for each row of a file. Only .jsonl files are not read into memory as a whole."""
+    """Yield (location, row) for each row of a file. All files but .jsonl files are read into memory as a whole."""
     if not file.name.endswith(SUFFIXES):
         raise TaskError(f"{file.name} must be a {FILES}")
     if file.name.endswith(".parquet"):
@@ -93,7 +93,7 @@ def read_rows(file: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _read_lines(file: Any) -> Iterator[tuple[int, str]]:
-    """Yield the numbered lines of a UTF-8 file. Only line feeds end a line, because JSON strings may contain U+2028."""
+    """Yield numbered lines of a UTF-8 file. Only line feeds end a line, because JSON strings may contain U+2028."""
     with file.open("rb") as stream:
         for number, data in enumerate(stream, 1):
             try:
@@ -117,8 +117,8 @@ def _read_csv(file: Any) -> Any:
     limit = csv.field_size_limit(sys.maxsize)
     try:
         with file.open("rb") as stream:
-            # Only the parser of Python marks the missing cells of a short row. The header is read as a row, because
-            # pandas would rename repeated columns and take the first value of a long row as its index.
+            # Only the Python parser marks missing cells of short rows. The header is read as a row, because otherwise
+            # pandas would rename repeated columns and use the first value of a long row as its index.
             cells = pandas.read_csv(
                 stream, header=None, dtype=str, keep_default_na=False, encoding="utf-8-sig", engine="python"
             )
@@ -141,7 +141,7 @@ def _read_csv(file: Any) -> Any:
 
 
 def locate_rows(rows: Any, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield (location, row) for each row in a collection, or in a mapping from split names to collections."""
+    """Yield (location, row) for each row of a collection, or of a mapping from split names to collections."""
     if isinstance(rows, Mapping):
         for split, part in rows.items():
             for i, row in enumerate(_iterable_rows(part, name)):
@@ -170,7 +170,7 @@ def _iterable_rows(rows: Any, name: str) -> Iterable[Any]:
 
 
 def _arrow_row(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Drop None from the nested dicts of a row. Arrow adds the keys of every row's dicts to those of the other rows."""
+    """Remove None from nested dicts of a row, because Arrow adds all keys of a nested dict to the dicts of all rows."""
     return {name: drop_none(to_python(value)) for name, value in row.items()}
 
 

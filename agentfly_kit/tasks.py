@@ -1,7 +1,7 @@
 """Collections of tasks, loaded from files, data frames or lists, with disjoint splits.
 
-Each row becomes one task. A row has the column `messages` (or a string in `question`, `prompt` or `input`), and
-optionally `id` and `split`. All other columns become task fields, which rewards and tools can request by name. If the
+Each row becomes one task. A row has the column `messages` (or a string in `question`, `prompt` or `input`) and,
+optionally, `id` and `split`. All other columns become task fields, which rewards and tools can request by name. If the
 question or the answer is in a column with another name, pass `question=` or `answer=`.
 """
 
@@ -26,7 +26,7 @@ _QUESTIONS = ("messages", "question", "prompt", "input")
 
 
 class Tasks(Displayable, Sequence[Task]):
-    """Immutable sequence of tasks, each of which may belong to a split. Slices and splits are `Tasks` too.
+    """Immutable sequence of tasks, each of which may belong to a split. Slices and splits are also `Tasks`.
 
     Args:
         tasks: the tasks, with unique ids.
@@ -34,7 +34,7 @@ class Tasks(Displayable, Sequence[Task]):
         name: name used in error messages and `repr`.
 
     Raises:
-        TaskError: if two tasks have the same id, or tasks of different splits have the same content.
+        TaskError: if two tasks have the same id, or if tasks in different splits have the same content.
     """
 
     def __init__(self, tasks: Iterable[Task], splits: Iterable[str | None] | None = None, name: str = "tasks") -> None:
@@ -49,14 +49,14 @@ class Tasks(Displayable, Sequence[Task]):
 
     @property
     def splits(self) -> dict[str, int]:
-        """Dict from the name of each split to its number of tasks."""
+        """Number of tasks in each split, keyed by name."""
         return dict(Counter(split for split in self._splits if split is not None))
 
     def split(self, name: str) -> Tasks:
         """Return the tasks of one split.
 
         Raises:
-            TaskError: if no task belongs to the split.
+            TaskError: if there is no such split.
         """
         found = [task for task, split in zip(self._tasks, self._splits, strict=True) if split == name]
         if not found:
@@ -69,15 +69,15 @@ class Tasks(Displayable, Sequence[Task]):
 
     @property
     def train(self) -> Tasks:
-        """The split "train", or all tasks if there are no splits."""
+        """The tasks of the split "train", or all tasks if there are no splits."""
         return self if not self.splits else self.split("train")
 
     @property
     def test(self) -> Tasks:
-        """The split "test".
+        """The tasks of the split "test".
 
         Raises:
-            TaskError: if no task belongs to "test", because evaluation on training tasks would be misleading.
+            TaskError: if there is no such split, because evaluation on training tasks would be misleading.
         """
         return self.split("test")
 
@@ -139,7 +139,7 @@ def load_tasks(
     config: str | None = None,
     drop_answer: bool = False,
 ) -> Tasks:
-    """Load a bundled task set by name, a file or folder by path, or a dataset by its Hugging Face hub id.
+    """Load a bundled task set by name, a file or folder by path, or a dataset by its Hugging Face Hub id.
 
     Args:
         name_or_path: One of
@@ -148,12 +148,12 @@ def load_tasks(
             - the path of a .jsonl file, a .csv file (UTF-8, with a header; all values are text), a .parquet file, a
               .json file (a list of rows, or {"train": [...], "test": [...]}), or a folder with one such file per split
               (train.jsonl, test.jsonl). To load a folder with the name of a bundled task set, write "./calculator";
-            - a hub id such as "openai/gsm8k", unless a folder with this path exists. Requires the package `datasets`,
+            - a Hub id such as "openai/gsm8k", unless a folder with this path exists. Requires the package `datasets`,
               which is installed with `agentfly_kit[trl]`.
         question: see `tasks_from`.
         answer: see `tasks_from`.
         split: name of the split to load; all splits by default.
-        config: configuration name of a hub dataset, such as "main".
+        config: configuration name of a Hub dataset, such as "main".
         drop_answer: see `tasks_from`.
 
     Raises:
@@ -162,12 +162,12 @@ def load_tasks(
     columns = _Columns(question, answer, drop_answer)
     text = str(name_or_path)
     path = Path(name_or_path).expanduser()
-    # A local folder has precedence over a dataset of the hub with the same name.
+    # A local folder has precedence over a Hub dataset with the same name.
     if isinstance(name_or_path, str) and task_files.is_hub_id(text) and not path.exists():
         return _build_tasks(task_files.hub_rows(text, config, split), text, columns)
     if config is not None:
         raise TaskError(f"config applies only to datasets of the Hugging Face Hub, got {config!r} for {text!r}")
-    # A name without a separator or suffix is never a path, so that a folder cannot hide a bundled set.
+    # A name without a separator or suffix is never a path, so that a folder cannot hide a bundled task set.
     if (
         isinstance(name_or_path, str)
         and "/" not in text
@@ -190,7 +190,7 @@ def load_tasks(
         files = [file for file in path.iterdir() if file.name.endswith(task_files.SUFFIXES)]
         if not files:
             raise TaskError(f"{path} must contain a {task_files.FILES}, got none")
-        # Training tasks first, then by name, so that the order does not depend on the file system.
+        # Sort by name, after the training tasks, so that the order does not depend on the file system.
         files.sort(key=lambda file: (not file.name.startswith("train."), file.name))
         rows = (
             (location, task_files.with_split(row, file.name.rpartition(".")[0]))
@@ -217,13 +217,13 @@ def tasks_from(
 
     Args:
         rows: a list of dicts, a DataFrame, a `datasets` Dataset or DatasetDict, or {"train": [...], "test": [...]}.
-            In a Dataset or a .parquet file, a key of a nested dict whose value is None is left out.
+            For a Dataset or a .parquet file, keys of nested dicts whose value is None are removed.
         question: name of the column that contains the question (a string or messages); by default the first non-empty
             column of `messages`, `question`, `prompt` and `input`.
         answer: name of the column that becomes the field "answer".
-        test: fraction of tasks to put into the split "test". The selection depends only on the content of the tasks,
+        test: fraction of tasks to assign to the split "test". The selection depends only on the content of the tasks,
             not on their order or ids.
-        drop_answer: whether to remove the last message if it is from the assistant, and store its text in the field
+        drop_answer: whether to remove the last message if it is an assistant message, and store its text in the field
             "answer". By default, such rows are rejected, because the answer would be part of the prompt.
         name: name used in error messages and `repr`.
 
@@ -265,14 +265,14 @@ def _held_out(tasks: Tasks, share: float) -> Tasks:
 
 @dataclass(frozen=True)
 class _Columns:
-    """Arguments of `tasks_from` that determine how columns are used."""
+    """Arguments of `tasks_from` that control how columns are used."""
 
     question: str | None = None
     answer: str | None = None
     drop_answer: bool = False
 
     def take_question(self, values: dict[str, Any], location: str) -> tuple[str, Any]:
-        """Remove the question from the row `values`, and return its column name and value. Rename the answer column."""
+        """Remove the question from the row `values` and return its column name and value. Rename the answer column."""
         have = ", ".join(map(repr, values)) or "none"
         for option, column in (("question", self.question), ("answer", self.answer)):
             if column is not None and column not in values:
@@ -302,7 +302,7 @@ def _build_tasks(rows: Iterable[tuple[str, Any]], name: str, columns: _Columns) 
     for location, row in rows:
         task, split, derived = _build_task(location, row, columns)
         if derived:
-            # Rows with equal content become separate tasks. Append a number to make their ids unique.
+            # Rows with equal content become separate tasks, whose ids are made unique by a number.
             repeats[task.id] += 1
             if repeats[task.id] > 1:
                 task = replace(task, id=f"{task.id}-{repeats[task.id]}")
@@ -332,7 +332,7 @@ def _build_task(location: str, row: Any, columns: _Columns) -> tuple[Task, str |
         question = [{"role": "user", "content": question}]
     if not isinstance(question, list):
         raise TaskError(f"{location}: {column!r} must be a string or a list of messages, got {question!r:.60}")
-    # Messages from a Parquet file all have the same keys. Remove those whose value is None.
+    # All messages in a Parquet file have the same keys. Remove those whose value is None.
     question = [{k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m for m in question]
     where = f"{location}, {column!r}" if id is None else f"{location}, {column!r} of task {str(id)!r}"
     messages = normalize_messages(question, where, TaskError, answered=columns.drop_answer)
@@ -367,7 +367,7 @@ def _check_disjoint(tasks: Tasks, name: str) -> None:
 
 
 def _canonical_content(task: Task) -> str:
-    """Serialize the messages and fields of a task, but not its id, to canonical JSON. None counts as missing."""
+    """Serialize the messages and fields of a task, without its id, to canonical JSON. None counts as missing."""
     try:
         return canonical_json(drop_none([task.messages, task.fields]))
     except TypeError as error:
@@ -375,7 +375,7 @@ def _canonical_content(task: Task) -> str:
 
 
 def canonical_json(value: Any) -> str:
-    """Serialize a value to JSON text that is the same in every process. Raise TypeError if it has no JSON form."""
+    """Serialize a value to JSON that is the same in every process. Raise TypeError if it has no JSON form."""
     return json.dumps(value, sort_keys=True, ensure_ascii=False, default=_to_jsonable)
 
 

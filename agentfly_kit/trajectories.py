@@ -1,4 +1,4 @@
-"""Finished chains: `Trajectory` with the rows of its tokens, `Group`, and the reasons why a chain stops."""
+"""Finished chains: `Trajectory`, its token sequences (`Row`), `Group`, and the reasons why chains stop."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ StopReason: TypeAlias = Literal[
     "env_done",  # the environment ended the episode
     "tool_stopped",  # a tool ended the chain
     "max_turns",  # Agent.max_turns was reached
-    "turn_tokens",  # one action was truncated at Sampling.max_tokens
-    "chain_tokens",  # the actions of the chain reached Agent.max_tokens in total
+    "turn_tokens",  # an action was truncated at Sampling.max_tokens
+    "chain_tokens",  # the actions of the chain reached a total of Agent.max_tokens
     "chain_tool_calls",  # the next tool call would exceed Agent.max_tool_calls
-    "context_full",  # the model's context length left no room for the next action, or truncated the last one
-    "invalid_call",  # the calls of Agent.max_invalid_calls consecutive actions were all malformed or unknown
+    "context_full",  # the context length of the model left no room for the next action, or truncated the last one
+    "invalid_call",  # Agent.max_invalid_calls consecutive actions made only malformed or unknown calls
     "harness_failed",  # `Agent.harness` raised an error after the first action; see `Trajectory.error`
     "timeout",  # the chain exceeded the wall-clock limit Agent.timeout
-    "group_tokens",  # this and the next three: the group's shared budget, `group_budget=`, was exhausted
+    "group_tokens",  # for this and the next three, the shared budget of the group, `group_budget=`, was exhausted
     "group_turns",
     "group_tool_calls",
     "group_seconds",
-    "run_tokens",  # this and the next three: the rollout's shared budget, `budget=`, was exhausted
+    "run_tokens",  # for this and the next three, the shared budget of the rollout, `budget=`, was exhausted
     "run_turns",
     "run_tool_calls",
     "run_seconds",
@@ -58,14 +58,14 @@ UNSCORED_STOPS: frozenset[str] = frozenset({"cancelled", "error"})
 
 @dataclass(frozen=True)
 class Row(Displayable):
-    """One sequence of token ids, exactly as exchanged with the engine. Training computes logprobs per row.
+    """Sequence of token ids, exactly as exchanged with the engine. Training computes logprobs per row.
 
     `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and `turn_index` concatenate the values of
     all turns of the row; each has shape (T,).
 
     Attributes:
         trajectory, index: Id of the trajectory, and index of this row in `Trajectory.rows`.
-        turns, start: Turns of the row, and index of the first of them in `Trajectory.turns`.
+        turns, start: Turns of the row, and index of the first one in `Trajectory.turns`.
         tools: JSON schemas of the tools in the prompt.
     """
 
@@ -85,7 +85,7 @@ class Row(Displayable):
         return all(turn.ids is not None for turn in self.turns)
 
     def _concatenate(self, values: Callable[[int, Turn], Iterable[Any]], dtype: str) -> npt.NDArray[Any]:
-        """Return a read-only array (T,) of the concatenated `values(i, turn)`, where i is the index of the turn."""
+        """Concatenate `values(i, turn)` for all turns, with turn index i, to a read-only array, (T,)."""
         import numpy as np
 
         self._require_ids()
@@ -111,13 +111,13 @@ class Row(Displayable):
         return self._concatenate(lambda _, turn: [turn.sampled] * turn.num_tokens, "bool")
 
     def sampled_by(self, *authors: str) -> npt.NDArray[np.bool_]:
-        """Return the mask of tokens that the policy sampled in these roles (`Turn.author`), by default in all roles."""
+        """Return the mask of tokens that the policy sampled as one of these authors (`Turn.author`); by default any."""
         if not authors:
             return self.action_mask
         return self._concatenate(lambda _, turn: [turn.sampled and turn.author in authors] * turn.num_tokens, "bool")
 
     def written_by(self, *authors: str) -> npt.NDArray[np.bool_]:
-        """Return the mask of the tokens in sampled and forced actions of these authors, by default of all authors."""
+        """Return the mask of tokens in sampled and forced actions of these authors; by default of all authors."""
         return self._concatenate(
             lambda _, turn: (
                 [turn.kind in ("action", "forced") and turn.author in (authors or (turn.author,))] * turn.num_tokens
@@ -142,7 +142,7 @@ class Row(Displayable):
 
     @cached_property
     def turn_index(self) -> npt.NDArray[np.int64]:
-        """Index in `Trajectory.turns` of the turn that contains each token."""
+        """Index into `Trajectory.turns` of the turn that contains each token."""
         return self._concatenate(lambda i, turn: [self.start + i] * turn.num_tokens, "int64")
 
     @cached_property
@@ -159,7 +159,7 @@ class Row(Displayable):
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """Conversation of this row, as chat messages."""
+        """Chat messages of this row."""
         return tuple(message for turn in self.turns for message in turn.messages)
 
     def __repr__(self) -> str:
@@ -168,7 +168,7 @@ class Row(Displayable):
 
 
 def _single_row_view(name: str) -> Any:
-    """Return a property of `Trajectory` that reads `name` from the only row and raises if there are several rows."""
+    """Create a property of `Trajectory` that reads `name` from the only row, and raises if there are several rows."""
 
     def view(trajectory: Trajectory) -> Any:
         return getattr(trajectory._only_row(name), name)
@@ -178,26 +178,26 @@ def _single_row_view(name: str) -> Any:
 
 @dataclass(frozen=True)
 class Trajectory(Displayable):
-    """One finished chain: its task, every token with its author, and its reward.
+    """A finished chain: its task, every token with its author, and its reward.
 
-    `rows` contains the token sequences. Most trajectories have only one; `Turn.row` lists the reasons for a new row.
+    `rows` contains the token sequences, of which most trajectories have only one; see `Turn.row` for the exceptions.
     `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and `turn_index`, each of shape (T,), are
     read from the only row and raise `AlignmentError` if there are several rows.
 
     Attributes:
         id: Id of the trajectory, unique within a run.
         task: The task of the chain.
-        group, chain: Id of the group (all chains of one task in one rollout), and index of the chain in this group.
+        group, chain: Id of the group (all chains of a task in a rollout), and index of the chain in this group.
         turns: Turns of all rows, in order.
         stop: Reason why the chain ended; see `StopReason`.
         reward: Reward, or None if unscored. Unscored trajectories are excluded from every mean.
-        metrics: Numbers that the rewards reported, by name.
+        metrics: Numbers reported by the rewards, keyed by name.
         error: Failure that ended the chain or left it unscored, or None.
         seed, sampling: Seed of the chain, and sampling parameters of its actions.
         seconds: Wall-clock time of the chain.
         tools: JSON schemas of the tools in the prompt.
         dropped: Reason why a training step excluded the trajectory, or None.
-        note: User's comment, set by `annotate`.
+        note: Comment of the user, set by `annotate`.
         vocabulary: Fingerprint of the vocabulary of the token ids (`chat.vocabulary`), or None if it is unknown.
     """
 
@@ -220,7 +220,7 @@ class Trajectory(Displayable):
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
-        """Token sequences of the trajectory, in the order of creation. There is at least one."""
+        """Token sequences of the trajectory, at least one, in order of creation."""
         starts = [i for i, turn in enumerate(self.turns) if i == 0 or turn.row != self.turns[i - 1].row]
         found = zip(starts or [0], [*starts[1:], len(self.turns)], strict=True)
         return tuple(Row(self.id, i, self.turns[a:b], a, self.tools) for i, (a, b) in enumerate(found))
@@ -279,7 +279,7 @@ class Trajectory(Displayable):
     def success(self) -> bool | None:
         """Success of the chain, or None if unscored.
 
-        True if `metrics["success"]` is not 0, or, without this metric, if the reward is at least 1.
+        True if `metrics["success"]` is nonzero or, if there is no such metric, if the reward is at least 1.
         """
         if self.reward is None:
             return None
@@ -322,7 +322,7 @@ class Trajectory(Displayable):
 
 @dataclass(frozen=True)
 class Group(Displayable):
-    """The `trajectories` of a task in a rollout. Rewards are compared within a group. `id` is unique within a run."""
+    """All `trajectories` of a task in a rollout. Rewards are compared within a group. `id` is unique within a run."""
 
     id: str
     trajectories: tuple[Trajectory, ...]

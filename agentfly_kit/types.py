@@ -1,9 +1,9 @@
-"""Immutable records that a conversation consists of: tasks, messages, tool calls and turns.
+"""Immutable records of which a conversation consists: tasks, messages, tool calls and turns.
 
-Related records are in `samples` (input and output of engines) and `trajectories` (finished chains). None of these
+Related records are in `samples` (inputs and outputs of engines) and `trajectories` (finished chains). None of these
 modules uses torch, tokenizes text or performs I/O.
 
-Axis names used in docstrings throughout the package: B rows, T tokens, G group size, V vocabulary size, N trajectories.
+Axis names in docstrings throughout the package: B rows, T tokens, G group size, V vocabulary size, N trajectories.
 Per-token values are indexed by the predicted token: `logprobs[t]` is log p(ids[t] | ids[:t]).
 """
 
@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 from agentfly_kit._display import Displayable, printable, shorten
 from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError, is_host_failure
 
-# One chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}.
+# Chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}.
 Message: TypeAlias = dict[str, Any]
 
 # JSON schemas of tools, in the format of the OpenAI API.
@@ -31,7 +31,7 @@ TurnKind: TypeAlias = Literal["prompt", "action", "observation", "forced"]
 
 
 def check_lengths(record: Any, names: Sequence[str]) -> None:
-    """Raise AlignmentError if a per-token field of a Sample or Turn differs in length from `ids`."""
+    """Raise AlignmentError if the length of a per-token field of a Sample or Turn differs from that of `ids`."""
     count = len(record.ids or ())
     for name in names:
         values = getattr(record, name)
@@ -42,10 +42,10 @@ def check_lengths(record: Any, names: Sequence[str]) -> None:
 def normalize_messages(
     messages: Iterable[Any], where: str, error: type[Exception] = SettingsError, *, answered: bool = False
 ) -> tuple[Message, ...]:
-    """Return copies of messages in which all content is a string and each tool call has an id and a dict of arguments.
+    """Copy messages such that all content is a string and each tool call has an id and a dict of arguments.
 
     Text parts are joined without a separator, as in chat templates that accept parts. `error` is raised for malformed
-    calls, for content other than text, and, unless `answered` is True, if the last message is from the assistant. The
+    calls, for content other than text and, unless `answered` is True, if the last message is an assistant message. The
     error message begins with `where`.
     """
     out: list[Message] = []
@@ -102,15 +102,15 @@ def _normalize_call(call: Any, index: int, at: str, error: type[Exception]) -> d
 
 @dataclass(frozen=True)
 class Task(Displayable):
-    """One problem for an agent.
+    """A problem to be solved by an agent.
 
     Attributes:
-        id: Name of the task, unique within a set of tasks.
-        messages: Initial messages of the chain, at least one. Content given as text parts is joined to one string.
+        id: Id of the task, unique within a set of tasks.
+        messages: Initial messages of the chain, at least one. Content given as text parts is joined into one string.
         fields: Named values that rewards and tools can request.
 
     Raises:
-        TaskError: if `id` is empty, a message lacks a role or text content, or the last message is from the assistant.
+        TaskError: if `id` is empty, a message lacks a role or text content, or the last one is an assistant message.
     """
 
     id: str
@@ -133,7 +133,7 @@ class Failure(Displayable):
 
     Attributes:
         where: Component that failed: "tool calculator", "reward exact", "engine", "pool", ...
-        host: Whether the infrastructure failed, not the model; see `errors.is_host_failure`. Not saved to disk.
+        host: Whether the infrastructure caused the failure; see `errors.is_host_failure`. Not saved to disk.
     """
 
     where: str
@@ -153,16 +153,16 @@ class Failure(Displayable):
 
 @dataclass(frozen=True)
 class ToolResult(Displayable):
-    """Result of one tool call. `seconds` is the duration of the call.
+    """Result of a tool call. `seconds` is the duration of the call.
 
     Attributes:
         ok: Whether the call succeeded.
         observation: The exact text shown to the model.
         error: Unexpected failure; None if the call succeeded or the tool raised `ToolError`.
-        truncated: Whether the observation was shortened.
+        truncated: Whether the observation was truncated.
         reward: Turn reward given by the tool.
         done, env_done: Whether the tool (`done`) or the environment (`env_done`) ends the chain.
-        metrics: Numbers that the tool reported, by name.
+        metrics: Numbers reported by the tool, keyed by name.
 
     Raises:
         SettingsError: if `observation` is not a string.
@@ -191,15 +191,15 @@ class ToolResult(Displayable):
 
 @dataclass(frozen=True)
 class ToolCall(Displayable):
-    """One tool call written by the model.
+    """A tool call written by the model.
 
     Attributes:
         id: Id of the call. The message with the result contains the same id.
         name, arguments: Name of the tool, and arguments of the call.
-        result: Result of the call; None before the call has run.
+        result: Result of the call; None until the call has run.
         error: Parse error, which is shown to the model, or None. After a parse error, `name` may be empty.
         raw: Text from which the call was parsed, if the chat format keeps it.
-        rerunner: Function to which `rerun` passes this call. It is set by a running chain and not saved to disk.
+        rerunner: Function to which `rerun` passes this call. Set by the running chain and not saved to disk.
     """
 
     id: str
@@ -211,7 +211,7 @@ class ToolCall(Displayable):
     rerunner: Any = field(default=None, repr=False, compare=False)
 
     def rerun(self) -> Any:
-        """Return an awaitable that reruns the tool with the same arguments on a temporary sandbox lease.
+        """Return an awaitable that reruns the tool with the same arguments in a temporarily leased sandbox.
 
         Exceptions of the tool propagate. Calls without a `rerunner`, such as those loaded from disk, raise EngineError.
         """
@@ -234,7 +234,7 @@ class ToolCall(Displayable):
 
 @dataclass(frozen=True)
 class Turn(Displayable):
-    """Tokens of one author, linked to the preceding turn. Turns form a tree, and a chain is a path from root to leaf.
+    """Tokens of one author, linked to the preceding turn. Turns form a tree in which each chain is a path.
 
     `sampled` is True if and only if the policy sampled every id of the turn and the engine reported the logprobs.
 
@@ -242,8 +242,9 @@ class Turn(Displayable):
         kind: "prompt", "action", "observation" or "forced".
         author: "task" (prompt), "policy", "script", "person", "tool", "hook", or the name of a role.
         ids: Token ids; None for text-only engines.
-        logprobs, entropies, kept_mass, versions: Values per id; see `Sample`. Sampled turns have logprobs and versions.
-        text: Decoded ids, for display and parsing. The text is never re-encoded.
+        logprobs, entropies, kept_mass, versions: Per-token values; see `Sample`. Sampled turns have logprobs and
+            versions.
+        text: Decoded ids, for display and parsing, which are never re-encoded.
         token_texts: Text of each token, for token views.
         messages: Content of the turn as chat messages, for rewards, text-only engines and display.
         tool_calls: Tool calls of an action. The following observation has the same calls with their results.
@@ -280,7 +281,7 @@ class Turn(Displayable):
     alternatives: tuple[Alternatives, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        # Count the actions here, because chains read the number many times per turn.
+        # Count the actions here, because chains read their number many times per turn.
         before = 0 if self.parent is None else self.parent.actions
         object.__setattr__(self, "_actions", before + self.completes_action)
         if self.sampled and None in (self.ids, self.logprobs, self.versions):
@@ -304,7 +305,7 @@ class Turn(Displayable):
         return len(self.ids or ())
 
     def if_sampled(self, values: Sequence[float] | None, missing: float) -> Sequence[float]:
-        """Return `values`, or `missing` for each token if `values` is None or the turn was not sampled."""
+        """Return `values`, or `missing` for every token if `values` is None or the turn was not sampled."""
         return values if self.sampled and values is not None else [missing] * self.num_tokens
 
     @property
@@ -314,7 +315,7 @@ class Turn(Displayable):
 
     @property
     def completes_action(self) -> bool:
-        """True if the turn completes an assistant message, which a forced prefix alone does not."""
+        """True if the turn completes an assistant message. A forced prefix alone does not."""
         return self.kind in ("action", "forced") and bool(self.messages)
 
     @property
@@ -330,7 +331,7 @@ class Turn(Displayable):
 
 
 def drop_none(value: Any) -> Any:
-    """Return a copy of a JSON value without the keys of dicts whose value is None, at every depth."""
+    """Return a copy of a JSON value without dict entries whose value is None, at any depth."""
     if isinstance(value, dict):
         return {key: drop_none(part) for key, part in value.items() if part is not None}
     return [drop_none(part) for part in value] if isinstance(value, list | tuple) else value

@@ -1,7 +1,7 @@
 """Base classes of the widgets, which load JavaScript, render static HTML and send rate-limited updates.
 
-A view stores its numbers as bytes and holds only a weak reference to the displayed record, so that displaying a rollout
-does not keep the rollout alive.
+A view stores its numbers as bytes and refers only weakly to the displayed record, so that displaying a rollout does not
+keep the rollout alive.
 """
 
 from __future__ import annotations

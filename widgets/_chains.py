@@ -39,7 +39,7 @@ def cell_of(id: str, trajectory: Any, source: str, agent: Any) -> str:
 
 
 class ChainsView(Opener):
-    """A view in which a chain can be picked. `selection` holds this chain, and `opened` its TokenView or ChainStepper.
+    """A view in which a chain can be picked. `selection` contains the chain, `opened` is its TokenView or ChainStepper.
 
     Subclasses implement `_trajectory(id)`, which may raise LookupError, `_agent_for()` and `_expression()`.
     """

@@ -56,7 +56,7 @@ def columns(records: Sequence[Mapping[str, Any]]) -> tuple[npt.NDArray[np.int32]
     """Convert records to an array of steps (N,) and one float32 column (N,) per numeric field.
 
     Missing values are NaN. If a step has several records, the last one is used. The columns `success_low`,
-    `success_high`, `reward_low` and `reward_high` hold the results of `intervals`.
+    `success_high`, `reward_low` and `reward_high` contain the results of `intervals`.
     """
     by_step = {int(r["step"]): r for r in records}
     order = sorted(by_step)

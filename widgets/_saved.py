@@ -70,8 +70,8 @@ def freeze(path: str | os.PathLike[str]) -> int:
     """Keep only the static pictures of the views in a saved notebook. Return the number of outputs changed.
 
     Notebooks that were saved in JupyterLab or Notebook 7, or executed without a page (`jupyter nbconvert --execute`),
-    already hold only pictures. Notebooks saved by another front end or with version 0.1 of this package also hold the
-    live form. JupyterLab prefers the live form and, without a kernel, shows "model not found" instead of the picture.
+    already contain only pictures. Notebooks saved by another front end or with version 0.1 of this package also contain
+    the live form, which JupyterLab prefers; without a kernel, it shows "model not found" instead of the picture.
     This function removes the saved widget state, and the live form of every output that has a picture. A trusted
     notebook stays trusted. Save and close the notebook first, because an open page would overwrite the file.
 

@@ -149,7 +149,7 @@ class ChainStepper(Opener):
     _end: Callable[[], Any] | None = None
 
     def _follow(self) -> None:
-        """Subscribe to the chain shown. The chain holds the listener, which refers weakly to the view."""
+        """Subscribe to the displayed chain, which keeps the listener alive. The listener refers weakly to the view."""
         self._unfollow()
         view_ref = weakref.ref(self)
 

@@ -78,8 +78,8 @@ _COLUMNS = ("sandbox", "state", "seconds", "owner", "turn", "leases", "hand")
 class PoolView(LiveView):
     """Live view of a pool: its queue, recent activity, and one tile per sandbox or one row per owner or event.
 
-    The view updates at most 10 times per second; `view.refresh()` sends an update immediately. `view.counts` holds the
-    counts last sent to the page. `view.selection` holds the sandboxes selected in the browser and their owners;
+    The view updates at most 10 times per second; `view.refresh()` sends an update immediately. `view.counts` contains
+    the counts last sent to the page. `view.selection` contains the sandboxes selected in the browser and their owners;
     `view.select(3, 4)` selects sandboxes from Python. `view.to_frame()` lists all sandboxes. `view.to_code()` returns
     code for a cell that recreates the view and its selection.
 

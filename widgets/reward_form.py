@@ -305,7 +305,7 @@ def _rollout(source: Any) -> Any:
 def _after_each_cell(form: RewardForm) -> Callable[[], None]:
     """After each cell, check whether the form's rewards were redefined. Return a function that removes the hook.
 
-    The hook holds only a weak reference to the form.
+    The hook has only a weak reference to the form.
     """
     ipython = sys.modules.get("IPython")  # if IPython was not imported, there is no shell
     shell = None if ipython is None else ipython.get_ipython()

@@ -45,9 +45,9 @@ class RolloutView(ChainsView, LiveView):
     tasks; a menu selects other orders. Finished chains are marked as succeeded, not succeeded or unscored (see
     `Trajectory.success`), and a bar shows the reward. If chains have no reward, a hint shows how to rerun them.
 
-    Pick a finished chain to show its tokens, step through it, or convert it to code; `view.selection` holds the picked
+    Pick a finished chain to show its tokens, step through it, or convert it to code; `view.selection` contains this
     chain. The buttons also work while a cell awaits the run. The view updates at most 10 times per second, regardless
-    of the number of chains. `view.counts` holds the counts last sent to the page.
+    of the number of chains. `view.counts` contains the counts last sent to the page.
 
     Args:
         run: The handle returned by `agent.rollout(...)`, before or while it is awaited; or the handle of a training

@@ -31,7 +31,7 @@ from ._tokens import (
 class TokenView(View):
     """View of tokens coloured by a signal.
 
-    Click, shift-click or drag to select tokens, or move with the arrow keys. `view.selection` holds the selection.
+    Click, shift-click or drag to select tokens, or move with the arrow keys. `view.selection` is the selection.
 
     Args:
         source: A Trajectory, a sequence of trajectories, a Group, Rollout or Batch, or Stats with detail=True.

@@ -71,13 +71,13 @@ class ToolForm(Opener):
     """Form that is built from a tool's schema, calls the tool, and shows the exact text that a model would see.
 
     `await form.call(expression="2+3")` is equivalent to pressing the button. `form.fill(...)` only fills in the fields.
-    `form.result` is the last result, and `form.results` holds all of them. `form.selection` is the call shown, by
+    `form.result` is the last result, and `form.results` contains all results. `form.selection` is the call shown, by
     default the last; `form.to_code()` returns the call as a line of code. `form.to_frame()` lists all calls.
 
     Args:
         tool: A Tool, or a function with type annotations and a docstring.
         pool: The pool that provides the tool's sandbox. Without a pool, a sandbox is started for each call and closed
-            afterwards. The form holds only a weak reference to the pool.
+            afterwards. The form has only a weak reference to the pool.
         task: The task that provides the tool's hidden parameters.
         agent: An agent that has this tool, needed by the "Open in a chain" button. The button starts a chain of the
             task with the call in the fields, and shows the chain in a ChainStepper, `form.opened`.

@@ -21,7 +21,7 @@ from ._train_picture import first_number, last_number, page, step_range
 
 # Maximum number of rows in the table of metrics without a chart.
 _LISTED = 100
-# Maximum number of trajectories listed for a step; `view.rollout` holds all of them.
+# Maximum number of trajectories listed for a step; `view.rollout` contains all of them.
 _ROWS = 200
 # Interval in seconds at which the states of the runs are compared with those shown.
 _POLL_SECONDS = 0.4

@@ -1,4 +1,4 @@
-"""Conversion and validation of estimator inputs, and statistics over groups and batches."""
+"""Conversion and validation of the inputs of estimators, and statistics over groups and batches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def as_bool_mask(mask: Any, like: Tensor) -> Tensor:
 
 
 def require_finite(x: Tensor, where: Tensor, name: str, why: str) -> Tensor:
-    """Return x with 0 where `where` is False. Raise ValueError if any other element is not finite."""
+    """Return x with 0 where `where` is False. Raise ValueError if another element is not finite."""
     bad = where & ~torch.isfinite(x)
     if bool(bad.any()):
         place = bad.nonzero()[0].tolist()
@@ -55,7 +55,7 @@ def check_no_inf(x: Tensor, name: str) -> None:
 
 
 def group_index(groups: Groups, n: int, device: torch.device) -> Tensor:
-    """Return the group index of each row, (n,) int64. Group ids can be any hashable objects."""
+    """Return the group index of each row, (n,) int64. Group ids may be any hashable objects."""
     ids = groups.tolist() if isinstance(groups, Tensor) else groups
     seen: dict[Hashable, int] = {}
     index = [seen.setdefault(g, len(seen)) for g in ids]
@@ -66,11 +66,11 @@ def group_index(groups: Groups, n: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class GroupedRewards:
-    """Rewards and the group of each row. Methods return one value per row, based on the scored rows of its group."""
+    """Reward and group of each row. Methods return one value per row, computed from the scored rows of its group."""
 
     reward: Tensor  # (N,), 0 where unscored
     scored: Tensor  # (N,) bool
-    index: Tensor  # (N,): number of the group
+    index: Tensor  # (N,): index of the group
 
     @classmethod
     def from_rewards(cls, rewards: Numbers, groups: Groups) -> GroupedRewards:
@@ -100,13 +100,13 @@ class GroupedRewards:
 
     @property
     def flat(self) -> Tensor:
-        """Mask, (N,), of the rows in groups whose scored rewards are all equal."""
+        """Mask, (N,), that is True for rows in groups whose scored rewards are all equal."""
         return self._group_max(self.reward) == -self._group_max(-self.reward)
 
     def minus_weighted_mean(self, weights: Tensor) -> Tensor:
-        """Subtract from each reward the weighted mean reward of its group. All-zero weights are treated as equal.
+        """Subtract the weighted mean reward of its group from each reward. If all weights are 0, they count as equal.
 
-        If all rewards of a group are equal, the result is set to exactly 0, because a division by their std would
+        If all rewards of a group are equal, the result is exactly 0, because a later division by their std would
         amplify rounding errors.
         """
         none = self.group_sum(weights) <= 0
@@ -121,7 +121,7 @@ class GroupedRewards:
         return self.singleton(self.centred() / self.std(std, eps), singleton)
 
     def std(self, kind: Std, eps: float) -> Tensor:
-        """Return for each row the standard deviation of the rewards of its group plus eps, or 1 if `kind` is None."""
+        """Return the standard deviation of the rewards in each row's group plus eps, or 1 if `kind` is None."""
         check_choice("std", kind, Std)
         if kind is None:
             return torch.ones_like(self.reward)
@@ -130,51 +130,51 @@ class GroupedRewards:
         return torch.sqrt(variance) + eps
 
     def singleton(self, advantages: Tensor, rule: Singleton) -> Tensor:
-        """Set the advantage of the only scored row of a group to 0, or to its reward if rule="raw"."""
+        """Set the advantage of a group's only scored row to 0, or to its reward if rule="raw"."""
         check_choice("singleton", rule, Singleton)
         return torch.where(self.count == 1, self.reward if rule == "raw" else 0.0, advantages)
 
 
 class EpisodeRows:
-    """Concatenation of the rows of each trajectory into one long row, (B, T) -> (R, n T), and its inverse.
+    """Concatenates the rows of each trajectory to one long row, (B, T) -> (R, n T), and splits long rows again.
 
     The B rows of T tokens belong to R trajectories of at most n rows. Without `trajectory_index`, every row is a
-    separate trajectory. The attribute `last_rows`, (R,), holds the index of each trajectory's last row.
+    separate trajectory. The attribute `last_rows`, (R,), contains the index of each trajectory's last row.
     """
 
     def __init__(self, trajectory_index: Groups | None, rows: int, device: torch.device) -> None:
         self.index = group_index(range(rows) if trajectory_index is None else trajectory_index, rows, device)
         trajectories = self.index.tolist()
         counters: dict[int, Iterator[int]] = defaultdict(itertools.count)
-        positions = [next(counters[i]) for i in trajectories]  # index of each row in its trajectory
+        positions = [next(counters[i]) for i in trajectories]  # index of each row within its trajectory
         last_rows = {i: row for row, i in enumerate(trajectories)}
         self._position = torch.tensor(positions, dtype=torch.long, device=device)
         self._max_rows = max(positions, default=0) + 1
         self.last_rows = torch.tensor(list(last_rows.values()), dtype=torch.long, device=device)
 
     def concat(self, x: Tensor) -> Tensor:
-        """Concatenate the rows of each trajectory, and pad trajectories with fewer rows than others with 0 (False)."""
+        """Concatenate the rows of each trajectory. Trajectories with fewer rows are padded with 0 (False)."""
         out = x.new_zeros(len(self.last_rows), self._max_rows, x.shape[1])
         out[self.index, self._position] = x
         return out.flatten(1)
 
     def split(self, x: Tensor) -> Tensor:
-        """Undo `concat`: split the long row of each trajectory into its original rows."""
+        """Split the long row of each trajectory into its original rows. Inverse of `concat`."""
         rows: Tensor = x.unflatten(1, (self._max_rows, x.shape[1] // self._max_rows))
         return rows[self.index, self._position]
 
     def any_in_trajectory(self, rows: Tensor) -> Tensor:
-        """Return a mask of all rows of the trajectories that have at least one row in the mask `rows`, (B,)."""
+        """Return a mask, (B,), of all rows of trajectories that have at least one row in the mask `rows`, (B,)."""
         return torch.zeros_like(self.index).index_add(0, self.index, rows.long())[self.index] > 0
 
 
 @dataclass(frozen=True)
 class TokenRewards:
-    """Rewards per token and the mask of action tokens. Unscored trajectories have rewards 0 and no action tokens."""
+    """Token rewards and the mask of action tokens. Unscored trajectories have rewards of 0 and no action tokens."""
 
     reward: Tensor  # (B, T)
     mask: Tensor  # (B, T) bool
-    is_1d: bool  # True if given as (T,)
+    is_1d: bool  # True if the rewards were given as (T,)
     rows: EpisodeRows
 
     @classmethod
@@ -197,13 +197,13 @@ class TokenRewards:
         return cls(torch.where(scored, r, 0.0), m & scored, is_1d, rows)
 
     def align(self, x: Any, name: str) -> Tensor:
-        """Convert per-token values to a float tensor. Raise AlignmentError unless it has the rewards' shape, (B, T)."""
+        """Convert per-token values to a float tensor. Raise AlignmentError if its shape differs from the rewards'."""
         given: Tensor = torch.atleast_2d(as_floats(x, self.reward))
         check_shape(name, given, self.reward.shape)
         return given
 
     def out(self, x: Tensor) -> Tensor:
-        """Return x in the shape in which the rewards were given, with 0 where the mask is False."""
+        """Return x in the shape of the given rewards, with 0 where the mask is False."""
         x = torch.where(self.mask, x, 0.0)
         return x.squeeze(0) if self.is_1d else x
 
@@ -218,7 +218,7 @@ def whitened(x: Tensor, mask: Tensor, std: Std, eps: float, what: str) -> Tensor
         return torch.zeros_like(x)
     kept = x[mask]
     if bool((kept == kept[0]).all()):
-        return torch.zeros_like(x)  # all values are equal: do not divide rounding errors by each other
+        return torch.zeros_like(x)  # all values are equal, so do not divide rounding errors by each other
     mean = kept.mean()
     scale = 1.0 if std is None else kept.std(unbiased=std == "sample") + eps
     return torch.where(mask, (torch.where(mask, x, 0.0) - mean) / scale, 0.0)

@@ -29,22 +29,22 @@ from agentfly_kit.errors import AlignmentError, check_shape
 def grpo(
     rewards: Numbers, groups: Groups, *, std: Std = "sample", singleton: Singleton = "zero", eps: float = 1e-6
 ) -> Tensor:
-    """Normalize each reward by the mean and std of its group: (reward - mean) / (std + eps).
+    """Normalize each reward with the mean and std of its group: (reward - mean) / (std + eps).
 
-    With std=None, the difference is not divided. A trajectory that is alone in its group gets advantage 0, or its
-    reward with singleton="raw"; DeepSeekMath specifies neither this case nor the kind of std. If all rewards of a group
+    With std=None, there is no division. The advantage of a trajectory that is alone in its group is 0 or, with
+    singleton="raw", its reward; DeepSeekMath specifies neither this case nor the kind of std. If all rewards of a group
     are equal, their advantages are exactly 0.
 
     Shapes:  rewards (N trajectories,), groups (N,) ints or strings -> (N,).
     Units:   group standard deviations (reward, with std=None).
-    Raises:  ValueError if a reward is infinite. A NaN reward is excluded from the mean and gets advantage 0.
+    Raises:  ValueError if a reward is infinite. A NaN reward is excluded from the mean, and its advantage is 0.
     Source:  DeepSeekMath, arXiv 2402.03300, 4.1.2.
     """
     return GroupedRewards.from_rewards(rewards, groups).grpo(std, singleton, eps)
 
 
 def dr_grpo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
-    """Reward minus the mean reward of the group. Dividing by the std would favour very easy and very hard tasks.
+    """Subtract the mean reward of the group. Dividing by the std would favor very easy and very hard tasks.
 
     Dr.GRPO combines this estimator with the loss aggregation "fixed" (see `af.losses.aggregate`).
 
@@ -57,9 +57,9 @@ def dr_grpo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") 
 
 
 def rloo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
-    """Subtract from each reward the mean reward of the *other* trajectories in its group.
+    """Subtract the mean reward of the *other* trajectories in the group from each reward.
 
-    A trajectory that is alone in its group gets 0, or its reward with singleton="raw".
+    The advantage of a trajectory that is alone in its group is 0 or, with singleton="raw", its reward.
 
     Shapes:  rewards (N trajectories,), groups (N,) -> (N,).
     Units:   reward.
@@ -72,9 +72,9 @@ def rloo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> 
 
 
 def remax(rewards: Numbers, groups: Groups | None = None, *, baselines: Numbers) -> Tensor:
-    """Reward minus the reward of the greedy answer to the same task, given in `baselines`.
+    """Subtract the reward of a greedy answer to the same task, given in `baselines`.
 
-    Shapes:  rewards (N trajectories,), baselines (N,) -> (N,). groups is unused; it exists for a uniform signature.
+    Shapes:  rewards (N trajectories,), baselines (N,) -> (N,). groups is unused and exists for a uniform signature.
     Units:   reward.
     Raises:  ValueError if a reward or a baseline is infinite. NaN in either means unscored.
     Source:  ReMax, arXiv 2310.10505.
@@ -88,14 +88,14 @@ def remax(rewards: Numbers, groups: Groups | None = None, *, baselines: Numbers)
 
 
 def opo(rewards: Numbers, groups: Groups, *, lengths: Numbers, singleton: Singleton = "zero") -> Tensor:
-    """Reward minus the length-weighted mean reward of the group.
+    """Subtract the length-weighted mean reward of the group.
 
-    This baseline minimizes the variance of the gradient if a trajectory's squared gradient norm is proportional to its
-    length.
+    This baseline minimizes the variance of the gradient if the squared gradient norm of a trajectory is proportional to
+    its length.
 
     Shapes:  rewards (N trajectories,), groups (N,), lengths (N,) in *action* tokens -> (N,).
     Units:   reward.
-    Raises:  ValueError if a reward is infinite, or a length of a scored trajectory is negative or not finite.
+    Raises:  ValueError if a reward is infinite, or if the length of a scored trajectory is negative or not finite.
     Source:  OPO, arXiv 2505.23585 (the practical baseline).
     """
     g = GroupedRewards.from_rewards(rewards, groups)
@@ -113,11 +113,11 @@ def gpg(
     singleton: Singleton = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Reward minus group mean, scaled up to compensate for groups without gradient. Use with the loss `reinforce`.
+    """Subtract the group mean and scale up to compensate for groups without gradient. Use with the loss `reinforce`.
 
     A group whose rewards are all equal has no gradient, but its tokens count in the denominator of the loss. The factor
-    is the number of scored trajectories divided by the number of scored trajectories in groups with unequal rewards;
-    verl divides by the number of nonzero *rewards* instead.
+    is the number of scored trajectories divided by the number of those in groups with unequal rewards; verl divides by
+    the number of nonzero *rewards* instead.
 
     Shapes:  rewards (N trajectories,), groups (N,) -> (N,).
     Units:   reward, times a factor of at least 1.
@@ -139,11 +139,12 @@ def grpo_passk(
     singleton: Singleton = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Contribution of each trajectory to the *best* reward among k trajectories of its group.
+    """Compute the contribution of each trajectory to the *best* reward among k trajectories of its group.
 
     The contribution is the amount by which the best reward of a k-subset drops without the trajectory, averaged over
-    all k-subsets that contain it. k=None, as in verl, or k above the group size means the whole group. With std=None, k
-    times the mean policy gradient is an unbiased estimate of the gradient of the expected best reward of k samples.
+    all k-subsets that contain it. With k=None, as in verl, or k above the group size, the whole group is used. With
+    std=None, k times the mean policy gradient is an unbiased estimate of the gradient of the expected best reward of k
+    samples.
 
     Shapes:  rewards (N trajectories,), groups (N,) -> (N,), never negative.
     Units:   group standard deviations (reward, with std=None).
@@ -160,7 +161,7 @@ def grpo_passk(
         size = n if k is None else min(k, n)
         rows = rows[torch.argsort(g.reward[rows], stable=True)]
         best = g.reward[rows].tolist()
-        # Rewards are sorted. Of the subsets whose best element is i, the second-best is j in C(j, size - 2) subsets.
+        # Rewards are sorted. Among the subsets with best element i, the second-best is j in C(j, size - 2) of them.
         ways = [comb(j, size - 2) / comb(n - 1, size - 1) for j in range(n)]
         lead = [sum(ways[j] * (best[i] - best[j]) for j in range(i)) for i in range(n)]
         out[rows] = torch.tensor(lead, dtype=out.dtype, device=out.device)
@@ -177,12 +178,12 @@ def gdpo(
     singleton: Singleton = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Weighted sum of several rewards, each of them first normalised within its group so that none dominates.
+    """Compute a weighted sum of several rewards, each normalized within its group so that none dominates.
 
     With whiten=True, the sum is then whitened over all scored trajectories of the call, so that its scale does not grow
     with the number of rewards.
 
-    Shapes:  rewards (N trajectories, K rewards), groups (N,), weights (K,), by default 1 each -> (N,).
+    Shapes:  rewards (N trajectories, K rewards), groups (N,), weights (K,), 1 by default -> (N,).
     Units:   standard deviations.
     Raises:  ValueError if a reward is infinite. A trajectory with a NaN among its rewards is unscored.
     Source:  GDPO, arXiv 2601.05242. verl's code whitens over tokens instead, so that long rows count more.
@@ -202,12 +203,12 @@ def gdpo(
 
 
 def maxrl(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> Tensor:
-    """Reward minus the group mean, divided by the group mean, to maximize the log of the success rate.
+    """Subtract the group mean and divide by it, to maximize the log of the success rate.
 
     For rewards of 0 and 1 with success probability p, the policy gradient averaged over a group of n trajectories is an
     unbiased estimate of sum_{k<n-1} (1 - p)^k grad p, the first n - 1 terms of the series of grad log p.
 
-    Shapes:  rewards (N trajectories,), groups (N,) -> (N,). A group of zeros gives zeros.
+    Shapes:  rewards (N trajectories,), groups (N,) -> (N,), 0 if all rewards of the group are 0.
     Units:   group means.
     Raises:  ValueError if a reward is infinite or negative. NaN means unscored.
     Source:  MaxRL, arXiv 2602.02710, Algorithm 1.
@@ -224,7 +225,7 @@ RowCredit = Literal["broadcast", "last", "uniform", "geometric"]
 
 
 def row_credit(trajectory_index: Groups, how: RowCredit, *, discount: float = 0.9) -> Tensor:
-    """Factors by which to multiply the advantage of a trajectory in each of its rows. Rows must be in sampling order.
+    """Return factors by which the advantage of a trajectory is multiplied in each row. Rows must be in sampling order.
 
     The factor is 1 for "broadcast", 1 / (number of rows) for "uniform", and discount ** (number of later rows) for
     "geometric". With "last", it is 1 in the last row and 0 in all others.
@@ -250,9 +251,10 @@ def trajectory_level(
     estimator: Callable[..., Tensor] = grpo,
     **options: Any,
 ) -> Tensor:
-    """Call an estimator with one reward per *trajectory*, and assign each advantage to all rows of its trajectory.
+    """Call an estimator with one reward per *trajectory* and assign each advantage to all rows of its trajectory.
 
-    If rows counted separately, trajectories with many rows would dominate their group. `estimator` receives `options`.
+    If rows were counted separately, trajectories with many rows would dominate their group. `options` are passed to the
+    estimator.
 
     Shapes:  rewards, groups, trajectory_index (N,), one entry per row -> (N,).
     Units:   those of the estimator.

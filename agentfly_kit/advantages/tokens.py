@@ -1,4 +1,4 @@
-"""Token-level estimators, which compute one advantage per token, usually from the reward to go and a baseline."""
+"""Token-level estimators, which compute one advantage per token, usually from the reward-to-go and a baseline."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from agentfly_kit.errors import SettingsError, check_choice, check_shape
 
 
 def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tensor, lam: float, last: Tensor) -> Tensor:
-    """Compute GAE at the tokens in the mask `steps`. `last` is the value of the state after the last step."""
+    """Compute GAE at the tokens in the mask `steps`. `last` is the value after the last step."""
     adv = torch.zeros_like(reward)
     next_value, carry = last, torch.zeros_like(last)
     for t in range(reward.shape[1] - 1, -1, -1):
@@ -46,7 +46,7 @@ def _discounts(steps: Tensor, gamma: float, over_gaps: bool, like: Tensor) -> Te
     columns = torch.arange(width, device=steps.device)
     at_or_after = torch.where(steps, columns, width).flip(1).cummin(1).values.flip(1)
     after = torch.nn.functional.pad(at_or_after[:, 1:], (0, 1), value=width)
-    # No step follows the last step of a row: the next row or the bootstrap value counts as one token away.
+    # After the last step of a row, the next row or the bootstrap value counts as one token away.
     return like.new_tensor(gamma) ** torch.where(after < width, after - columns, 1)
 
 
@@ -63,9 +63,9 @@ def gae(
     discount_observations: bool = False,
     trajectory_index: Groups | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation. Returns advantages (not whitened) and returns, both 0 where the mask is 0.
+    """Generalized advantage estimation. Return advantages (not whitened) and returns, both 0 where the mask is 0.
 
-    The steps are action tokens or, with `turns`, whole turns. The reward of a turn is the sum of its token rewards, its
+    Steps are action tokens or, with `turns`, whole turns. The reward of a turn is the sum of its token rewards, its
     value is the value at its first action token, and all its action tokens have the same advantage and return.
 
     observations="skip", as in verl, skips tokens with mask 0: the value after the last token of an action is the value
@@ -77,12 +77,12 @@ def gae(
     action token of a row is the value at the first action token of the next row, even with observations="step". By
     default, every row is an episode of its own, with value 0 after the last action token unless `bootstrap` is set.
 
-    Shapes:  token_rewards, values, mask (B rows, T tokens) or (T,); turns (B, T), turn ids, read only at action tokens;
-             bootstrap (B,), the value of the state in which a row was truncated, 0 for a row that ended (with
-             trajectory_index, only the entry of a trajectory's last row is read); trajectory_index (B,).
+    Shapes:  token_rewards, values, mask (B rows, T tokens) or (T,); turns (B, T), turn ids, used only at action tokens;
+             bootstrap (B,), the value of the state in which a row was truncated, or 0 for a row that ended (with
+             trajectory_index, only the entry for a trajectory's last row is used); trajectory_index (B,).
     Units:   reward.
-    Raises:  ValueError for an infinite reward, a required value that is not finite, or a turn id that reappears after
-             another turn. A NaN reward at an action token makes the trajectory unscored, with advantages 0.
+    Raises:  ValueError if a reward is infinite, a required value is not finite, or a turn id reappears after another
+             turn. A NaN reward at an action token makes the trajectory unscored, with advantages of 0.
     Source:  arXiv 1506.02438, eq. 16; with `turns`, the same recursion over turns.
     """
     check_choice("observations", observations, Observations)
@@ -103,7 +103,7 @@ def gae(
     # Select the tokens that are steps of the recursion. By default, these are all action tokens.
     steps, why = tok.mask, "at every action token"
     if turns is not None:
-        # Each turn is one step, placed at its first action token. `first` maps all tokens of a turn to this token.
+        # Each turn is one step at its first action token. `first` maps all tokens of a turn to this token.
         steps, first = _turn_starts(tok, turns)
         r = torch.zeros_like(r).scatter_add(1, first, r)
         why = "at the first action token of every turn"
@@ -113,7 +113,7 @@ def gae(
         why = "between the first and last action token"
     v = require_finite(v, steps, "values", why)
 
-    discount = _discounts(steps, gamma, discount_observations, v)  # the next row is one step away
+    discount = _discounts(steps, gamma, discount_observations, v)  # the next row counts as one step away
     concat, last = tok.rows.concat, last[tok.rows.last_rows]
     adv = tok.rows.split(_gae_recursion(concat(r), concat(v), concat(steps), concat(discount), lam, last))
     returns = adv + v
@@ -123,7 +123,7 @@ def gae(
 
 
 def _turn_starts(tok: TokenRewards, turns: Any) -> tuple[Tensor, Tensor]:
-    """Return a mask of the first action token of each turn, and the column at which each token's turn starts."""
+    """Return a mask of the first action token of each turn, and the column at which the turn of each token starts."""
     ids = torch.atleast_2d(torch.as_tensor(turns)).to(tok.mask.device)
     check_shape("turns", ids, tok.mask.shape)
     # A turn starts at each action token whose turn id differs from that of the previous action token.
@@ -156,15 +156,15 @@ def reinforce_plus_plus(
     eps: float = 1e-6,
     trajectory_index: Groups | None = None,
 ) -> Tensor:
-    """Discounted reward to go at each action token, whitened over the batch unless whiten=False.
+    """Compute the discounted reward-to-go at each action token, whitened over the batch unless whiten=False.
 
-    The reward to go includes rewards *after* observation tokens and, with `trajectory_index`, rewards in later rows of
-    the trajectory. In verl and SkyRL, the sum ends at the next observation or at the end of the row, which punishes the
-    first turn of a trajectory that succeeds in its second turn.
+    The reward-to-go includes rewards *after* observation tokens and, with `trajectory_index`, rewards in later rows of
+    the trajectory. In verl and SkyRL, the sum ends at the next observation or at the end of the row, which penalizes
+    the first turn of a trajectory that succeeds in its second turn.
 
     Shapes:  token_rewards, mask (B rows, T tokens) or (T,), trajectory_index (B,) -> shape of token_rewards.
     Units:   reward, or standard deviations over action tokens when whitened.
-    Raises:  ValueError for an infinite reward. A NaN reward at an action token makes the trajectory unscored: it is
+    Raises:  ValueError if a reward is infinite. A NaN reward at an action token makes the trajectory unscored: it is
              excluded from the mean and std, and its advantages are 0.
     Source:  REINFORCE++, arXiv 2501.03262; for its KL penalty, subtract the penalty from token_rewards.
     """
@@ -186,14 +186,14 @@ def reinforce_plus_plus_baseline(
     eps: float = 1e-6,
     trajectory_index: Groups | None = None,
 ) -> Tensor:
-    """Reward of each row minus its group mean, assigned to all action tokens of the row and whitened over the batch.
+    """Subtract the group mean from the reward of each row, assign it to all action tokens, and whiten over the batch.
 
     With `trajectory_index`, rewards are summed over all rows of a trajectory, which then counts once in the mean.
 
     Shapes:  token_rewards, mask (B rows, T tokens), groups, trajectory_index (B,) -> (B, T).
     Units:   reward, or standard deviations over action tokens when whitened.
-    Raises:  ValueError for an infinite reward. A NaN reward at an action token makes the trajectory unscored.
-    Source:  REINFORCE++, arXiv 2501.03262, the variant with a group baseline and global normalisation.
+    Raises:  ValueError if a reward is infinite. A NaN reward at an action token makes the trajectory unscored.
+    Source:  REINFORCE++, arXiv 2501.03262, the variant with a group baseline and global normalization.
     """
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
     last_rows = tok.rows.last_rows
@@ -216,17 +216,17 @@ def optimal_token_baseline(
     singleton: Singleton = "zero",
     trajectory_index: Groups | None = None,
 ) -> Tensor:
-    """Reward to go minus a separate baseline for each token position.
+    """Subtract a separate baseline for each token position from the reward-to-go.
 
-    The baseline of a position is the weighted mean of the rewards to go of the group's trajectories at that position.
+    The baseline at a position is the weighted mean of the rewards-to-go of the group's trajectories at that position.
     The weight is the squared norm of the gradient with respect to all logits up to the position: the running sum over
-    action tokens of 1 - 2 p(token) + sum p^2. Positions are counted in action tokens, over all rows of a trajectory.
-    Where only one trajectory reaches a position, the result is 0, or the reward to go with singleton="raw", as in verl.
+    action tokens of 1 - 2 p(token) + sum p^2. Positions are counted in action tokens over all rows of a trajectory.
+    Where only one trajectory reaches a position, the result is 0 or, with singleton="raw" as in verl, the reward-to-go.
 
     Shapes:  token_rewards, mask, logprobs, sum_squared_probs (B rows, T tokens), groups, trajectory_index (B,) ->
              (B, T).
     Units:   reward.
-    Raises:  ValueError for an infinite reward, or if another input is not finite at an action token.
+    Raises:  ValueError if a reward is infinite, or if another input is not finite at an action token.
     Source:  Optimal Token Baseline, arXiv 2602.07078, with its logit-gradient proxy.
     """
     tok = TokenRewards.from_arrays(token_rewards, mask, trajectory_index)
@@ -240,7 +240,7 @@ def optimal_token_baseline(
     row, at = steps.nonzero(as_tuple=True)
     position = steps.cumsum(1)[row, at]
     group = group_index(groups, len(tok.mask), energy.device)[tok.rows.last_rows][row]
-    # Treat each pair of a group and a position as a separate group, so that every position has its own baseline.
+    # Treat each combination of group and position as a separate group, so that every position has its own baseline.
     key = torch.unique(torch.stack([group, position], 1), dim=0, return_inverse=True)[1]
     g = GroupedRewards(to_come[row, at], torch.ones_like(row, dtype=torch.bool), key)
     out = torch.zeros_like(energy)
@@ -249,7 +249,7 @@ def optimal_token_baseline(
 
 
 def distillation(teacher_logprobs: Numbers, logprobs: Numbers, mask: Any) -> Tensor:
-    """Advantages for on-policy distillation: teacher_logprobs - logprobs of each sampled token.
+    """Compute advantages for on-policy distillation: teacher_logprobs - logprobs for each sampled token.
 
     In expectation over the token, this advantage is minus the reverse KL, KL(policy || teacher), and the gradient of
     the `reinforce` loss is the gradient of that KL. The KL at later tokens is not credited to earlier ones (discount
@@ -257,7 +257,7 @@ def distillation(teacher_logprobs: Numbers, logprobs: Numbers, mask: Any) -> Ten
 
     Shapes:  teacher_logprobs, logprobs, mask (B rows, T tokens) or (T,) -> (B, T) or (T,), 0 where the mask is 0.
     Units:   nats.
-    Raises:  ValueError for a logprob that is not finite at an action token.
+    Raises:  ValueError if a logprob at an action token is not finite.
     Source:  On-Policy Distillation of Language Models, arXiv 2306.13649, with the reverse KL; the per-token policy
              gradient is that of MiniLLM, arXiv 2306.08543, without its terms for later tokens.
     """
@@ -270,9 +270,9 @@ def distillation(teacher_logprobs: Numbers, logprobs: Numbers, mask: Any) -> Ten
 
 
 def whiten(advantages: Numbers, mask: Any, *, std: Std = "sample", eps: float = 1e-6) -> Tensor:
-    """Shift and scale advantages to mean 0 and std 1 over all action tokens; 0 where the mask is 0.
+    """Shift and scale advantages to mean 0 and std 1 over all action tokens. The result is 0 where the mask is 0.
 
-    Whiten a whole minibatch in one call, because the result depends on all its tokens. std=None only shifts the mean.
+    Whiten a whole minibatch in one call, as the result depends on all of its tokens. std=None only subtracts the mean.
 
     Shapes:  advantages, mask (B rows, T tokens) -> (B, T).
     Units:   standard deviations over action tokens.

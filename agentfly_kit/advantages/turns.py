@@ -1,4 +1,4 @@
-"""Turn-level estimators, which compare turns that start in the same state, or forked chains that share turns."""
+"""Turn-level estimators, which compare turns that start in the same state, or forked chains with common turns."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Attribution: TypeAlias = Literal["soft", "hard", "inverse_branching"]
 
 
 def _pad_ragged(rows: list[list[float]], like: Tensor) -> Tensor:
-    """Convert N lists to a tensor (N, K), where K is the length of the longest list. Pad shorter lists with 0."""
+    """Convert N lists to a tensor, (N, K), where K is the length of the longest list. Pad shorter lists with 0."""
     width = max(map(len, rows), default=0)
     padded = [row + [0.0] * (width - len(row)) for row in rows]
     return torch.tensor(padded, dtype=like.dtype, device=like.device).reshape(len(rows), width)
@@ -44,11 +44,11 @@ def gigpo(
     singleton: Singleton = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """GRPO over trajectories plus `weight` times GRPO over the turns that started in the same state.
+    """Apply GRPO to trajectories, and add `weight` times GRPO over the turns that started in the same state.
 
     The return of a trajectory is the sum of its turn rewards, or its reward if it has no turns. The return of a turn is
     the discounted reward from that turn on. It is compared with the returns of all turns of the group that started in
-    an equal state (any hashable object, such as an observation).
+    an equal state, which may be any hashable object, such as an observation.
 
     Shapes:  rewards (N trajectories,), groups (N,), turn_rewards and states (N lists with one entry per turn) -> (N, K)
              for at most K turns, padded with 0. turn_rewards must include the reward of the trajectory, at the turn
@@ -82,15 +82,15 @@ def gigpo(
 
 
 def branch_weights(turn_ids: Sequence[Sequence[Hashable]], groups: Groups) -> Tensor:
-    """Return the weight of each leaf of a tree of turns: the product of 1 / (number of branches) along its path.
+    """Return the weight of each leaf in a tree of turns: the product of 1 / (number of branches) along its path.
 
-    The weights of a group sum to 1. In the unweighted mean over leaves, a chain that was forked often counts too much.
-    The weighted mean is unbiased if the number of branches at each turn is fixed before the branches are sampled;
-    adding new chains to a group afterwards violates this condition at the root.
+    A leaf is the last turn of a chain. The weights of a group sum to 1. In the unweighted mean, a chain that was forked
+    often counts too much. The weighted mean is unbiased if the number of branches at each turn is fixed before the
+    branches are sampled; adding new chains to a group afterwards violates this condition at the root.
 
-    Shapes:  turn_ids: N paths from the first turn to the last, where equal ids within a group denote the same turn. A
-             leaf with an empty path is a separate branch at the root; groups (N,) -> (N,) float64.
-    Raises:  ValueError if two leaves of a group have the same path, or a turn has two parents.
+    Shapes:  turn_ids: N paths from the first turn to the last, where equal ids within a group denote the same turn, and
+             an empty path is a separate branch at the root; groups (N,) -> (N,) float64.
+    Raises:  ValueError if two leaves of a group have the same path, or if a turn has two parents.
     """
     index = group_index(groups, len(turn_ids), torch.device("cpu")).tolist()
     children: dict[Hashable, set[Hashable]] = {}
@@ -121,17 +121,17 @@ def arpo(
     singleton: Singleton = "zero",
     eps: float = 1e-6,
 ) -> Tensor:
-    """Advantages per turn for forked chains, which form a tree. Each row holds the turns from the root to one leaf.
+    """Compute advantages per turn for forked chains, which form a tree. Each row contains the turns of one chain.
 
-    "soft" assigns the GRPO advantage of a leaf to all turns of its row. "hard" assigns to each turn the mean advantage
-    of the leaves below the turn; a token-mean or token-sum loss then has the same gradient if it clips no ratio. Both
-    are biased towards chains that were forked often. "inverse_branching" weights the mean and std by `branch_weights`,
-    and multiplies the advantage of a row by its weight times the number of leaves in the group, which removes nearly
-    all of this bias; see "Forked chains" in docs/conventions.md. Without forks, all three equal `grpo`.
+    "soft" assigns the GRPO advantage of a chain to all of its turns. "hard" assigns to each turn the mean advantage of
+    the chains that contain it; a token-mean or token-sum loss then has the same gradient if it clips no ratio. Both are
+    biased towards chains that were forked often. "inverse_branching" weights the mean and std by `branch_weights` and
+    multiplies the advantage of a chain by its weight times the number of chains in the group, which removes nearly all
+    of this bias; see "Forked chains" in docs/conventions.md. Without forks, all three equal `grpo`.
 
-    Shapes:  rewards, groups (N leaves,); turn_ids as in `branch_weights` -> (N, K), where K is the depth of the tree.
+    Shapes:  rewards, groups (N chains,); turn_ids as in `branch_weights` -> (N, K), where K is the depth of the tree.
     Units:   group standard deviations (reward, with std=None).
-    Raises:  ValueError if a reward is infinite, or for `turn_ids` that do not form a tree. NaN means unscored.
+    Raises:  ValueError if a reward is infinite, or if `turn_ids` do not form a tree. NaN means unscored.
     Source:  ARPO, arXiv 2507.19849, 3.2; inverse_branching is specific to this package.
     """
     check_choice("attribution", attribution, Attribution)

@@ -1,1 +1,1 @@
-"""OpenAI-compatible endpoint that connects existing agents to the policy, in process or over HTTP."""
+"""OpenAI-compatible endpoint through which existing agents use the policy, in process or over HTTP."""

@@ -1,4 +1,4 @@
-"""The Chat Completions API: functions that parse requests and create complete or streamed answers."""
+"""Chat Completions API: functions that parse requests and create complete or streamed responses."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _UNSUPPORTED = ("functions", "function_call", "audio", "modalities", "prediction
 
 @dataclass(frozen=True)
 class Request:
-    """Parsed chat completion request. `warnings` contains (name, warning) for each ignored parameter."""
+    """Parsed chat completion request. `warnings` contains a pair (name, warning) for each ignored parameter."""
 
     messages: list[Any]
     tools: list[Any]
@@ -65,7 +65,7 @@ def read_request(body: Mapping[str, Any]) -> Request:
 
 
 def ignored(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield (name, warning) for each parameter in the body that is ignored."""
+    """Yield a pair (name, warning) for each parameter of the request that is ignored."""
     for name in _IGNORED:
         if body.get(name) is not None:
             yield name, f"the harness asked for {name}={body[name]!r}; Agent(sampling=) decides instead"
@@ -78,7 +78,7 @@ def ignored(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def read_author(body: Mapping[str, Any]) -> str | None:
-    """Return the author that a request gives in its model name, such as "writer" in "policy/writer", or None."""
+    """Return the author given in the model name of a request, such as "writer" in "policy/writer", or None."""
     name, _, role = (body.get("model") or MODEL).partition("/")
     return role or None if name == MODEL else None
 
@@ -91,7 +91,7 @@ def read_limit(body: Mapping[str, Any], *names: str) -> int | None:
 
 
 def completion(request: Request, replies: list[Reply], answer_id: str) -> dict[str, Any]:
-    """Return the answer to a request as a chat completion object."""
+    """Return the response to a request as a chat completion object."""
     return {
         **_head(answer_id, "chat.completion", request.model),
         "choices": [
@@ -108,7 +108,7 @@ def completion(request: Request, replies: list[Reply], answer_id: str) -> dict[s
 
 
 def chunks(request: Request, replies: list[Reply], answer_id: str) -> Iterator[str]:
-    """Yield the answer as server-sent events, with the whole text of a message in one event."""
+    """Yield the response as server-sent events, with the whole text of a message in one event."""
 
     def event(choices: list[dict[str, Any]], **more: Any) -> str:
         return sse({**_head(answer_id, "chat.completion.chunk", request.model), "choices": choices, **more})
@@ -132,7 +132,7 @@ def sse(data: Mapping[str, Any], name: str | None = None) -> str:
 
 
 def usage(replies: Iterable[Reply]) -> dict[str, int]:
-    """Return the token counts of an answer. With several choices, the prompt is counted once."""
+    """Return the token counts of a response. If there are several choices, the prompt is counted once."""
     replies = list(replies)
     prompt = max((reply.prompt_tokens for reply in replies), default=0)
     completion = sum(reply.completion_tokens for reply in replies)
@@ -144,7 +144,7 @@ def _head(answer_id: str, kind: str, model: str) -> dict[str, Any]:
 
 
 def reply_message(reply: Reply) -> dict[str, Any]:
-    """Return a sampled action as an assistant message in the format of the Chat Completions API."""
+    """Convert a sampled action to an assistant message in the format of the Chat Completions API."""
     message: dict[str, Any] = {"role": "assistant", "content": reply.text or (None if reply.calls else "")}
     if reply.thinking is not None:
         message["reasoning_content"] = reply.thinking
@@ -168,7 +168,7 @@ def _logprobs(reply: Reply) -> dict[str, Any]:
 async def answer(
     body: Mapping[str, Any], reply: Callable[..., Any], answer_id: str, warn: Callable[[str, str], None]
 ) -> tuple[dict[str, Any] | Iterator[str], dict[str, int]]:
-    """Answer a chat completion request. Return a response object or an iterator of events, and the token counts."""
+    """Answer a chat completion request. Return a response object or an iterator over events, and the token counts."""
     request = read_request(body)
     for key, text in request.warnings:
         warn(key, text)

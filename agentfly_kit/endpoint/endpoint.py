@@ -17,13 +17,13 @@ from agentfly_kit.endpoint.reply import Reply, RequestError
 from agentfly_kit.endpoint.server import KEY_PREFIX, Server
 from agentfly_kit.errors import AgentFlyError, SettingsError
 
-# Placeholder base URL of the in-process client. No connection to it is opened.
+# Placeholder base URL for the in-process client, to which no connection is opened.
 _IN_PROCESS = "http://agentfly.invalid"
 
 
 @dataclass
 class Usage:
-    """Counts of the requests and tokens of one chain, for use by the harness."""
+    """Number of requests and tokens of one chain, for use by the harness."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -44,16 +44,16 @@ class Answer:
 
 
 class Endpoint(Displayable):
-    """OpenAI-compatible endpoint of one chain. A harness receives it as the parameter `endpoint`.
+    """OpenAI-compatible endpoint of one chain, which a harness receives as the parameter `endpoint`.
 
-    The policy answers every request, and the action is recorded in the chain. If a request names the model
-    "policy/writer", the author of the action is "writer". Sampling follows the settings of the agent; with
+    Every request is answered by the policy, and the action is recorded in the chain. If a request names the model
+    "policy/writer", the author of the action is "writer". The sampling settings are those of the agent; with
     `max_tokens` or `stop`, a request can only shorten its action.
 
     Attributes:
         api_key: key that identifies the chain in HTTP requests.
         usage: number of requests and tokens so far.
-        model: model name that requests should contain.
+        model: model name to use in requests.
     """
 
     model = completions.MODEL
@@ -88,7 +88,7 @@ class Endpoint(Displayable):
 
     @property
     def env(self) -> dict[str, str]:
-        """Environment variables for a command-line agent, to be passed as `env=os.environ | endpoint.env`."""
+        """Environment variables for a command-line agent. Pass them as `env=os.environ | endpoint.env`."""
         return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_BASE": self.base_url, "OPENAI_API_KEY": self.api_key}
 
     @cached_property
@@ -104,7 +104,7 @@ class Endpoint(Displayable):
 
     @cached_property
     def http_client(self) -> Any:
-        """The async HTTP client used by `client`, for frameworks that accept an HTTP client."""
+        """Async HTTP client used by `client`, for frameworks that accept an HTTP client."""
         openai = _openai()
         major = int(str(openai.__version__).partition(".")[0])
         httpx = importlib.import_module("httpx2" if major >= 3 else "httpx")
@@ -120,7 +120,7 @@ class Endpoint(Displayable):
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] = (), **body: Any
     ) -> dict[str, Any]:
-        """Send one chat completion request and return the answer as a dict. The package `openai` is not required.
+        """Send a chat completion request and return the response as a dict. The package `openai` is not required.
 
         Args:
             messages: the conversation, as in the OpenAI API.
@@ -128,7 +128,7 @@ class Endpoint(Displayable):
             **body: further fields of the request, such as model="policy/writer" or max_tokens=64.
 
         Raises:
-            RequestError: if the request is rejected, or the chain has ended.
+            RequestError: if the request is rejected or the chain has ended.
         """
         whole = {"messages": list(messages), "tools": list(tools), **body}
         if whole.get("stream"):
@@ -150,7 +150,7 @@ class Endpoint(Displayable):
             return _to_answer(await self._on_loop(self._answer(path, _read_json(body))))
         except RequestError as error:
             return error_answer(str(error), error.status, error.code)
-        except (AgentFlyError, RecursionError) as error:  # the messages or tools are invalid, or nested too deeply
+        except (AgentFlyError, RecursionError) as error:  # the messages or tools are invalid or too deeply nested
             return error_answer(str(error), 400, "invalid_request")
         except (TypeError, AttributeError) as error:
             return error_answer(f"a value of the request has a wrong type: {error}", 400, "invalid_request")
@@ -178,7 +178,7 @@ class Endpoint(Displayable):
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def close(self) -> None:
-        """Reject all further requests, and stop the server if no other endpoint uses it."""
+        """Reject all further requests. The server is stopped if no other endpoint uses it."""
         self._closed = True
         if self._server is not None:
             await self._server.remove(self.api_key)

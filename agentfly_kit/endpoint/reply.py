@@ -1,4 +1,4 @@
-"""Replies to the requests of a harness, and exceptions that an endpoint raises."""
+"""Replies to requests of a harness, and exceptions raised by an endpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from agentfly_kit.errors import AgentFlyError
 
 @dataclass(frozen=True)
 class ReplyCall:
-    """A tool call with its id, the name of the tool, and the arguments as JSON text."""
+    """Tool call with its id, the name of the tool, and the arguments as JSON."""
 
     id: str
     name: str
@@ -18,7 +18,7 @@ class ReplyCall:
 
 @dataclass(frozen=True)
 class Reply:
-    """One sampled action in the form sent to the client.
+    """Sampled action in the form that is sent to the client.
 
     Attributes:
         text: Text without thinking and tool calls.
@@ -39,7 +39,7 @@ class Reply:
 
 
 class RequestError(AgentFlyError):
-    """Raised when a request is rejected. `status` is the HTTP status, and `code` identifies the reason."""
+    """Raised when a request is rejected. `status` is the HTTP status code, and `code` identifies the reason."""
 
     def __init__(self, message: str, *, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)

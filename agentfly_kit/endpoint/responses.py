@@ -21,7 +21,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text")
 
 
 def read_messages(body: Mapping[str, Any], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a request as messages: its instructions, which replace earlier ones, the `earlier` messages and its input.
+    """Convert a request to messages: its instructions, which replace earlier ones, `earlier` messages, and its input.
 
     Raises:
         RequestError: if an item is not a message, a function call or a function call output.
@@ -69,7 +69,7 @@ def _text(content: Any, index: int) -> Any:
 
 
 def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the tools in the format of the Chat Completions API.
+    """Return the tools of a request in the format of the Chat Completions API.
 
     Raises:
         RequestError: if a tool is not a function, for example the built-in web search of a hosted model.
@@ -86,7 +86,7 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def response(reply: Reply, answer_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the answer to a request as a response object."""
+    """Return the response to a request as a response object."""
     counts = usage([reply])
     cut = reply.finish == "length"
     return {
@@ -176,9 +176,9 @@ async def answer(
     warn: Callable[[str, str], None],
     earlier: dict[str, list[dict[str, Any]]],
 ) -> tuple[dict[str, Any] | Iterator[str], dict[str, int]]:
-    """Answer a request of the Responses API. Return a response object or an iterator of events, and the token counts.
+    """Answer a Responses API request. Return a response object or an iterator over events, and the token counts.
 
-    `earlier` maps the id of each earlier response to the conversation that ends with it, for `previous_response_id`.
+    `earlier` maps the id of each earlier response to the conversation up to it, for `previous_response_id`.
     """
     previous = body.get("previous_response_id")
     if previous is not None and previous not in earlier:

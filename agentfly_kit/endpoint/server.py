@@ -1,4 +1,4 @@
-"""HTTP server shared by the endpoints of one event loop. It listens on the loopback interface only."""
+"""HTTP server shared by the endpoints of one event loop, which listens only on the loopback interface."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from agentfly_kit.errors import SettingsError
 _MAX_BODY = 32 * 1024**2  # bytes
 KEY_PREFIX = "afk-"  # the keys of frameworks, which a client may send in the header, do not have this prefix
 _HOSTS = ("127.0.0.1", "localhost")
-# Callable with arguments (method, path, body) that returns an `Answer`.
+# Async function of (method, path, body) that returns an `Answer`.
 Handler = Callable[[str, str, bytes], Awaitable[Any]]
 
 _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Server] = weakref.WeakKeyDictionary()
 
 
 def http_logger() -> logging.Logger:
-    """Return a logger for aiohttp's servers that ignores malformed requests, which are answered with status 400.
+    """Return a logger for aiohttp servers that ignores malformed requests, which are answered with status 400.
 
-    aiohttp logs their tracebacks, which a notebook would show in the running cell.
+    By default, aiohttp logs their tracebacks, which would appear in the running cell of a notebook.
     """
     from aiohttp.http_exceptions import HttpProcessingError
 
@@ -36,7 +36,7 @@ def http_logger() -> logging.Logger:
 
 
 class Server:
-    """HTTP server that passes each request to the handler registered for its key. Each chain has its own key."""
+    """HTTP server that passes each request to the handler registered for its key. Every chain has its own key."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
@@ -51,12 +51,12 @@ class Server:
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
         self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
         self._runner: Any = None
-        # The socket already accepts connections. Requests are answered once `_start` has finished.
+        # The socket accepts connections from now on. Requests are answered once `_start` has finished.
         self._started = asyncio.run_coroutine_threadsafe(self._start(), loop)
 
     @classmethod
     def of_loop(cls, loop: asyncio.AbstractEventLoop) -> Server:
-        """Return the server of an event loop, and start it if necessary. May be called from any thread."""
+        """Return the server of an event loop, starting it if necessary. May be called from any thread."""
         server = _servers.get(loop)
         if server is None:
             server = _servers[loop] = cls(loop)
@@ -75,7 +75,7 @@ class Server:
         self._handlers[key] = handler
 
     async def remove(self, key: str) -> None:
-        """Remove the handler of a key. The server stops when no handler is left."""
+        """Remove the handler for a key. The server is stopped when no handlers remain."""
         self._handlers.pop(key, None)
         if self._handlers:
             return
@@ -97,7 +97,7 @@ class Server:
         if handler is None:
             return self._refusal(404, "unknown key: its chain has ended, or never began", "unknown_key")
         if request.host.partition(":")[0].lower() not in _HOSTS:
-            # A page in a browser whose domain name resolves to 127.0.0.1
+            # For example, a web page whose domain name resolves to 127.0.0.1.
             message = f"the request must be for the host 127.0.0.1 or localhost, got {request.host[:200]!r}"
             return self._refusal(403, message, "foreign_host")
         answer = await handler(request.method, f"/{path}", await request.read())

@@ -19,8 +19,8 @@ class Engine(Displayable, ABC):
 
     Attributes:
         tokens: "exact" if `Sample.ids` contains the ids that were sampled, "none" if the engine returns only text.
-        logprobs: Whether samples have logprobs: "yes" or "no".
-        entropies: Whether samples have entropies: "yes" or "no".
+        logprobs: "yes" if samples have logprobs, else "no".
+        entropies: "yes" if samples have entropies, else "no".
         reproducible: True if the same ids, sampling settings and seed give the same sample regardless of concurrent
             requests.
         author: Author of the sampled tokens: "policy" if they can be trained on, otherwise for example "script".

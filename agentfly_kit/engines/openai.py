@@ -136,12 +136,12 @@ class OpenAIEngine(Engine):
 
     @property
     def tokens(self) -> Literal["exact", "none"]:  # type: ignore[override]
-        """Whether samples contain the sampled ids: "exact" in exact mode, else "none"."""
+        """The value "exact" if samples contain the sampled ids, else "none"."""
         return "exact" if self._exact else "none"
 
     @property
     def logprobs(self) -> Literal["yes", "no"]:  # type: ignore[override]
-        """Whether samples have logprobs: "yes" in exact mode, else "no"."""
+        """The value "yes" if samples have logprobs, as in exact mode, else "no"."""
         return "yes" if self._exact else "no"
 
     entropies = "no"  # an entropy needs all logprobs, and the server returns only the highest

@@ -309,7 +309,7 @@ class Contest(SandboxEnvironment):
         return "The initial files of the folder were restored."
 
     async def _run(self, code: str, *, submit: bool) -> tuple[bool, str, float]:
-        """Run a program. Return (whether it succeeded, the observation, the improvement of the best position)."""
+        """Run a program. Return (True if it succeeded, observation, improvement of the best position)."""
         try:
             predictions = await self._predictions(code)
         except ToolError as error:

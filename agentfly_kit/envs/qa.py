@@ -39,12 +39,12 @@ def f1(response: str, answers: Iterable[str]) -> float:
 
 
 def precision(response: str, answers: Iterable[str]) -> float:
-    """Return the highest share of the response's words that occur in an answer, counting repeated words."""
+    """Return the highest fraction of the response's words that occur in an answer, counting repeated words."""
     return _best(response, answers, lambda common, words, expected: common / words)
 
 
 def recall(response: str, answers: Iterable[str]) -> float:
-    """Return the highest share of an answer's words that occur in the response, counting repeated words.
+    """Return the highest fraction of an answer's words that occur in the response, counting repeated words.
 
     A response that contains all words has recall 1, so recall as the only reward leads to long answers.
     """

@@ -160,7 +160,7 @@ class Simulator:
             self.server.reset()  # computing the solution has changed the world
 
     def step(self, command: str) -> tuple[str, float, bool]:
-        """Run a command and return the observation, the score from -1 to 1, and whether the task is completed."""
+        """Run a command. Return (observation, score from -1 to 1, True if the task is completed)."""
         observation = str(self.server.step(command))
         return observation, float(self.server.getScore()), bool(self.server.getCompleted())
 

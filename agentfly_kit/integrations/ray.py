@@ -112,7 +112,7 @@ class _GroupRunner:
         return {"version": __version__, "node": socket.gethostname(), "pid": os.getpid()}
 
     async def run_group(self, rollout: int, sent: list[Any], number: int) -> GroupResult:
-        """Run a group of a rollout. `sent` holds references to the agent and to the `_Description` of the rollout."""
+        """Run a group of a rollout. `sent` contains references to the agent and the rollout's `_Description`."""
         async with self._preparing:
             if rollout != self._prepared:
                 agent: Agent = self._agent or await sent[0]

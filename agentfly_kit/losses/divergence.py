@@ -1,4 +1,4 @@
-"""Estimates of the KL divergence between two policies, an adaptive KL coefficient, and importance weights."""
+"""Estimators of the KL divergence between two policies, an adaptive KL coefficient, and importance weights."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", mask: Tensor
 
 
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, steps: float, horizon: float = 10_000) -> float:
-    """Return a KL coefficient slightly above `coef` if the measured KL exceeds its target, slightly below otherwise.
+    """Return a KL coefficient slightly above `coef` if the measured KL exceeds its target, or slightly below otherwise.
 
     The result is coef * (1 + clip(kl / target - 1, -0.2, 0.2) * steps / horizon), where `steps` is the number of
     trajectories since the previous adjustment.
@@ -85,11 +85,11 @@ def importance_weights(
     floor: float = 0.0,
     beyond: BeyondBounds = "truncate",
 ) -> Tensor:
-    """Return importance weights: each token's probability in the trainer divided by that in the sampler.
+    """Return importance weights: the probability of each token in the trainer divided by that in the sampler.
 
     level="token" weights each token by its own ratio; "sequence" weights all tokens of a row by the product of their
-    ratios, which is unbiased before truncation but has far higher variance. Weights outside [floor, cap] are clamped
-    with beyond="truncate"; "mask" sets them to 0, which drops the token or row. Multiply the loss by the weights.
+    ratios, which is unbiased before truncation but has a much higher variance. Weights outside of [floor, cap] are
+    clamped with beyond="truncate", or set to 0 with "mask", which drops the token or row. Multiply the loss by them.
 
     Shapes:  each (B rows, T tokens) -> (B, T), 0 where the mask is 0, without gradient.
     Source:  Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), for truncated
@@ -108,9 +108,9 @@ def importance_weights(
 
 @torch.no_grad()
 def effective_sample_size(weights: Tensor, mask: Tensor, *, level: WeightLevel = "token") -> Tensor:
-    """Effective sample size as a fraction of the sample: (sum w)^2 / (n sum w^2), 1 for equal weights.
+    """Return the effective sample size as a fraction of the sample: (sum w)^2 / (n sum w^2), 1 for equal weights.
 
-    With level="sequence", w is the weight that all tokens of a row share, and n the number of rows with action tokens.
+    With level="sequence", w is the common weight of all tokens of a row, and n the number of rows with action tokens.
 
     Shapes:  weights and mask (B rows, T tokens) -> ().
     Units:   fraction of action tokens or rows; 0 if all weights are 0.

@@ -1,4 +1,4 @@
-"""Validation of loss inputs, and replacement of their values where the mask is 0."""
+"""Validation of the inputs of losses, and replacement of values where the mask is 0."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 from agentfly_kit.errors import check_shape
 
-# Log ratios are clamped to at most this absolute value, because an infinite ratio times the zero gradient of a clipped
+# Maximum absolute value to which log ratios are clamped, because an infinite ratio times the zero gradient of a clipped
 # token would be NaN. Clamped ratios have no gradient. For PPO, this matters only if the advantage is negative and the
-# ratio above exp(20) = 5e8; such tokens are not clipped.
+# ratio exceeds exp(20) = 5e8, because such tokens are not clipped.
 MAX_LOG_RATIO = 20.0
 
 
@@ -21,7 +21,7 @@ def as_bool_mask(mask: Tensor | None, like: Tensor) -> Tensor:
 
 
 def masked(x: Tensor, mask: Tensor, name: str) -> Tensor:
-    """Return x with 0 where the mask is 0, as float32 or float64. Expand x if it has one value per row of tokens."""
+    """Return x as float32 or float64, with 0 where the mask is 0. Expand x if it has one value per row."""
     if mask.ndim == 2 and tuple(x.shape) in ((len(mask),), (len(mask), 1)):
         x = x.reshape(-1, 1).expand(mask.shape)
     check_shape(name, x, mask.shape)
@@ -31,7 +31,7 @@ def masked(x: Tensor, mask: Tensor, name: str) -> Tensor:
 
 
 def prepare(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return clamped log ratios (logprobs - old_logprobs), advantages and the bool mask, with 0 where the mask is 0."""
+    """Return clamped log ratios (logprobs - old_logprobs) and advantages, 0 where the mask is 0, and the bool mask."""
     m = as_bool_mask(mask, logprobs)
     d = masked(logprobs, m, "logprobs") - masked(old_logprobs, m, "old_logprobs")
     return d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), masked(advantages, m, "advantages"), m

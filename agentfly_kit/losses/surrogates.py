@@ -23,9 +23,9 @@ def ppo(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Clipped surrogate -min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A), where A is the advantage.
+    """Clipped surrogate loss -min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A), where A is the advantage.
 
-    `clip_high` defaults to `clip`; a larger value gives the clip-higher of DAPO. With dual_clip=c (> 1), the loss of a
+    `clip_high` defaults to `clip`; a larger value yields the clip-higher of DAPO. With dual_clip=c (> 1), the loss of a
     token with a negative advantage is at most c |A|; by default it is unbounded.
 
     Shapes:  each (B rows, T tokens); advantages may be (B,), one per row -> (B, T).
@@ -52,7 +52,7 @@ def clipped(
     clip_high: float | None = None,
     dual_clip: float | None = None,
 ) -> Tensor:
-    """Return a mask of the tokens at which the clip of `ppo` is active, so that their gradient is 0.
+    """Return a mask of the tokens at which the clip of `ppo` is active and the gradient is therefore 0.
 
     Shapes:  as in `ppo` -> (B, T) bool, False where the mask is 0.
     """
@@ -65,7 +65,7 @@ def clipped(
 def reinforce(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
     """REINFORCE loss -A log p, for a single update on fresh samples; A is the advantage. GPG uses the same loss.
 
-    Shapes:  each (B rows, T tokens) -> (B, T). old_logprobs is unused; it exists for a uniform signature.
+    Shapes:  each (B rows, T tokens) -> (B, T). old_logprobs is unused and exists for a uniform signature.
     Source:  Williams (1992). For stale samples, multiply the loss by `importance_weights`.
     """
     m = as_bool_mask(mask, logprobs)
@@ -80,11 +80,11 @@ def gspo(
     clip: float = 3e-4,
     clip_high: float | None = 4e-4,
 ) -> Tensor:
-    """PPO's clipped surrogate with one ratio per row, the geometric mean of the ratios of the row's tokens.
+    """Clipped surrogate loss with one ratio per row, the geometric mean of the ratios of its tokens.
 
-    This is the GSPO-token form: every token uses the value of the row's ratio, but the gradient of its own logprob, so
-    that advantages may differ between tokens. With one advantage per row and the aggregation "seq_mean_token_mean",
-    the loss equals that of GSPO.
+    This is the GSPO-token form: every token uses the value of the row's ratio but the gradient of its own logprob, so
+    advantages may differ between tokens. With one advantage per row and the aggregation "seq_mean_token_mean", the loss
+    equals that of GSPO.
 
     Shapes:  each (B rows, T tokens) -> (B, T).
     Source:  GSPO, arXiv 2507.18071, eq. 13 and 14 (GSPO-token); the default clips are those of its experiments.
@@ -105,8 +105,8 @@ def gmpo(
 ) -> Tensor:
     """GMPO loss: -A times the geometric mean of the ratios of a row, each clipped to (e^-clip, e^clip_high).
 
-    A is the mean advantage of the tokens of the row. All action tokens of a row have the same loss, so the aggregation
-    "seq_mean_token_mean" gives the published objective.
+    A is the mean advantage of the row's tokens. All action tokens of a row have the same loss, so the aggregation
+    "seq_mean_token_mean" yields the published objective.
 
     Shapes:  each (B rows, T tokens) -> (B, T).
     Source:  GMPO, arXiv 2507.20673, which clips to (e^-0.4, e^0.4).
@@ -128,7 +128,7 @@ def sapo(
     tau: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Tensor:
-    """SAPO loss -A (4 / tau) sigmoid(tau (ratio - 1)), which replaces the clip by a smooth gate; A is the advantage.
+    """SAPO loss -A (4 / tau) sigmoid(tau (ratio - 1)), with a smooth gate instead of a clip; A is the advantage.
 
     The derivative of the gate is 1 at ratio 1 and decays on both sides. tau_negative replaces tau where A <= 0.
 
@@ -176,12 +176,12 @@ def dppo(
     *,
     divergence: Divergence = "tv",
 ) -> Tensor:
-    """DPPO loss -ratio * advantage, but 0 where the policies differ by more than `clip` and would move further apart.
+    """DPPO loss -ratio * advantage, or 0 where the policies differ by more than `clip` and would move further apart.
 
     The difference is measured between a token's probability p under the current policy and q = exp(old_logprobs),
     where old_logprobs should be those of the sampler. With divergence="tv", it is |p - q|. With "kl", it is
-    KL(Bernoulli(q) || Bernoulli(p)), for which 0.05 is a usual `clip`. If `clip_high` is given, it replaces `clip` for
-    tokens with a positive advantage. Unlike a clip of the ratio, DPPO permits large ratios of rare tokens. verl also
+    KL(Bernoulli(q) || Bernoulli(p)), for which `clip` is usually 0.05. If `clip_high` is given, it replaces `clip` for
+    tokens with a positive advantage. Unlike clipping of the ratio, DPPO permits large ratios of rare tokens. verl also
     limits the ratio, by default to 3; the paper found that such limits make training less stable (5.4).
 
     Shapes:  each (B rows, T tokens) -> (B, T).
@@ -205,9 +205,9 @@ def dppo(
 
 
 def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None) -> Tensor:
-    """Half the squared error of the values with respect to the returns.
+    """Value loss: half the squared difference between values and returns.
 
-    With `clip`, the loss is the maximum of this error and that of the values clamped to old_values ± clip.
+    With `clip`, the loss is the maximum of this and the loss of the values clamped to old_values ± clip.
 
     Shapes:  each (B rows, T tokens) -> (B, T). old_values may be None without `clip`.
     Units:   reward squared.

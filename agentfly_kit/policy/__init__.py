@@ -1,1 +1,1 @@
-"""The policy: a causal language model with optional adapter and value head, and forward passes with prefix sharing."""
+"""`Policy`, a causal language model with an optional adapter and value head, and forward passes with prefix sharing."""

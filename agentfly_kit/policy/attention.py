@@ -1,4 +1,4 @@
-"""Forward passes of a decoder whose attention is restricted by a given mask and by the windows of its layers."""
+"""Forward passes of a decoder with attention restricted by a given mask and by the windows of its layers."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# For each type of attention layer, the config setting that restricts which keys the layer attends to.
+# For each type of attention layer, the config setting that restricts the keys it attends to.
 _RESTRICTED_BY = {
     "full_attention": None,
     "sliding_attention": "sliding_window",
     "chunked_attention": "attention_chunk_size",
 }
-# Config settings with "window" in their name that `masked_states` takes into account or that have no further effect.
+# Config settings with "window" in their name that `masked_states` handles or that have no effect of their own.
 _HARMLESS = {"sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern"}
-# Length of the attention windows in trial forward passes; short, so that a few tokens exceed it.
+# Length of the attention windows in trial forward passes, short enough for a few tokens to exceed it.
 _TRIAL_WINDOW = 3
 # Name under which `_shared_keys_attention` is registered in transformers.
 _SHARED_KEYS = "agentfly_kit_shared_keys"
@@ -34,7 +34,7 @@ def masked_states(
     cache: Any = None,
     **options: Any,
 ) -> Any:
-    """Return the output of a decoder whose attention is restricted by a mask.
+    """Run a decoder with attention restricted by a mask and return its output.
 
     Tokens attend to keys that are `allowed` and within the layer's window. `positions` and `key_positions` are the
     positions of tokens and keys in their rows, `cache` is a transformers cache, and `options` go to the decoder.
@@ -53,7 +53,7 @@ def masked_states(
             dtype = next(decoder.parameters()).dtype
             mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
         masks[kind] = mask
-    # Models without layer types take one mask; others take one per type, unless all layers have full attention.
+    # Models without layer types take one mask; others take one per type unless all layers have full attention.
     mapped = getattr(config, "layer_types", None) and masks.keys() != {"full_attention"}
     return decoder(
         input_ids=ids,
@@ -68,7 +68,7 @@ def masked_states(
 
 @contextlib.contextmanager
 def shared_keys(config: Any) -> Iterator[None]:
-    """Return a context manager that avoids copies of keys in masked "sdpa" attention with grouped query heads.
+    """Context manager that avoids copies of keys in masked "sdpa" attention with grouped query heads.
 
     Transformers copies keys and values for each query head of a group, which takes several times as long as attention
     itself. Only forward passes on a CPU without gradients benefit. Results are bitwise identical. Thread-safe.
@@ -94,7 +94,7 @@ def _shared_keys_attention(
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     plain = not options.get("dropout") and all(options.get(name) is None for name in ("position_bias", "cache"))
-    # Only CPU kernels use the keys of a group of query heads without copies. Other kernels copy them for each head.
+    # Only CPU kernels use the keys of a group of query heads without copying them for each head.
     if attention_mask is None or torch.is_grad_enabled() or query.device.type != "cpu" or not plain:
         output: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
         return output
@@ -105,7 +105,7 @@ def _shared_keys_attention(
 
 
 def unsupported_attention(decoder: Any) -> str:
-    """Return why `masked_states` does not support a decoder, according to its config; "" if it is supported."""
+    """Return the reason why `masked_states` does not support a decoder with this config, or "" if it does."""
     config = decoder.config
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in ("sdpa", "eager", _SHARED_KEYS):
@@ -119,7 +119,7 @@ def unsupported_attention(decoder: Any) -> str:
 
 
 def with_short_windows(decoder: Any) -> Any:
-    """Return a copy of a decoder with attention windows of `_TRIAL_WINDOW` tokens. The weights are shared."""
+    """Return a copy of a decoder with attention windows of `_TRIAL_WINDOW` tokens, which shares its weights."""
     short = copy.copy(decoder)
     short.config = copy.copy(decoder.config)
     for name in filter(None, _RESTRICTED_BY.values()):
@@ -129,7 +129,7 @@ def with_short_windows(decoder: Any) -> Any:
 
 
 def agree(expected: Tensor, got: Tensor) -> bool:
-    """Return whether hidden states are equal up to rounding errors of the dtype of `expected`; False if any is NaN."""
+    """Return True if hidden states are equal up to rounding errors in the dtype of `expected`, and none is NaN."""
     tolerance = 1e-4 if expected.dtype == torch.float32 else 0.05
     return bool((expected.float() - got.float()).abs().max() <= tolerance * expected.float().abs().max())
 

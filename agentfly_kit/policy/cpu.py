@@ -1,4 +1,4 @@
-"""Models on a CPU: the number of threads of torch, and a warning about slow bfloat16."""
+"""Helpers for models on a CPU: torch's number of threads, and a warning about slow bfloat16."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _thread_limit = SimpleNamespace(lock=threading.Lock(), users=0, threads_before=0
 def single_torch_thread(policy: Any) -> Iterator[None]:
     """Limit torch to one thread for a tiny model on a CPU, where more threads are slower.
 
-    Contexts may overlap: the first one saves the process's number of threads, and the last one restores it.
+    Contexts may overlap: the first one saves the number of threads, and the last one restores it.
     """
     if policy.device.type != "cpu" or policy.size >= 5_000_000:
         yield

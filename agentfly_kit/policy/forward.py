@@ -1,4 +1,4 @@
-"""Forward passes: logprobs, entropies, values and hidden states of the tokens of padded rows.
+"""Forward passes: logprobs, entropies, values and hidden states for the tokens of padded rows.
 
 `logprobs[t]` is log p(ids[t] | ids[:t]) and `values[t]` is V(ids[:t]); both are computed from the hidden state at
 t - 1. `LanguageModel._locate_states` is the only place in the package that applies this shift by one.
@@ -32,16 +32,16 @@ _log = logging.getLogger(__name__)
 
 ScoreName = Literal["logprob", "entropy", "value", "hidden", "sum_squared_probs"]
 
-# Time of an operation in masked attention, relative to one in a matrix product; measured on a CPU.
+# Time per operation in masked attention relative to a matrix product, measured on a CPU.
 _MASKED_ATTENTION_COST = 4.0
 
-# Maximum number of logits to compute at once, which take 512 MB. Larger micro-batches are processed in chunks.
+# Maximum number of logits computed at once, which take 512 MB. Larger micro-batches are processed in chunks.
 _MAX_LOGITS = 2**27
 
 
 @dataclass
 class ForwardOutput:
-    """Results of a forward pass at the N masked positions, in the order of `mask.nonzero()`, with gradients."""
+    """Results of a forward pass at the N positions in the mask, in the order of `mask.nonzero()`, with gradients."""
 
     logprob: Tensor  # (N,)
     entropy: Tensor | None  # (N,)
@@ -51,7 +51,7 @@ class ForwardOutput:
 
 
 class LanguageModel:
-    """A causal language model with an optional value head, evaluated on rows that are padded on the right."""
+    """Causal language model with an optional value head, evaluated on rows padded on the right."""
 
     def __init__(self, model: Any, value_head: ValueHead | Critic | None) -> None:
         self.model = model
@@ -68,7 +68,7 @@ class LanguageModel:
 
     @property
     def decoder(self) -> Any:
-        """The model without its output matrix, in evaluation mode, which other libraries leave when they train it."""
+        """The model without its output matrix. Restores evaluation mode, which other libraries disable for training."""
         if self.model.training:
             self.model.eval()
         decoder = self.model.get_decoder()
@@ -91,7 +91,7 @@ class LanguageModel:
         """Maximum context length of the model in tokens."""
         config = self.model.config.get_text_config()
         rope = getattr(config, "rope_parameters", None) or {}
-        # The context of longrope ends at the original length; see `micro_batches`.
+        # With longrope, the context ends at the original length; see `micro_batches`.
         limit = rope.get("original_max_position_embeddings") if rope.get("rope_type") == "longrope" else None
         return int(limit or getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
@@ -102,14 +102,14 @@ class LanguageModel:
 
     @property
     def micro_tokens(self) -> int:
-        """Default number of padded tokens per forward pass; small on a CPU, where padding costs most."""
+        """Default number of padded tokens per forward pass. Smaller on a CPU, where padding is more expensive."""
         return 1536 if self.device.type == "cpu" else 32768
 
     @property
     def launch_overhead(self) -> int:
-        """Fixed cost of a forward and backward pass, in units of the time to process one token.
+        """Fixed cost of a forward and backward pass, in units of the time for one token.
 
-        Estimated from measurements of a shipped policy. It is negligible for large models, and 0 on a GPU, where full
+        Estimated from measurements with a shipped policy. It is negligible for large models, and 0 on a GPU, where full
         micro-batches are fastest.
         """
         return min(100, 30_000_000 // max(self.size, 1)) if self.device.type == "cpu" else 0
@@ -121,7 +121,7 @@ class LanguageModel:
 
         Args:
             ids: Token ids, (B rows, T tokens), padded on the right.
-            layers: Layer indices as in transformers: 0 is the embedding, -1 the last layer (after its norm).
+            layers: Layer indices as in transformers: 0 is the embedding, and -1 the last layer (after its norm).
 
         Raises:
             SettingsError: If the model has no such layer.
@@ -154,16 +154,17 @@ class LanguageModel:
 
     @cached_property
     def _has_plain_head(self) -> bool:
-        """True if, in a trial, the output matrix gets the last hidden states, and its product is returned unchanged.
+        """True if, in a trial, the output matrix receives the last hidden states and its output is returned unchanged.
 
-        A hook replaces the product by large numbers, because no cap changes small logits of untrained weights.
+        A hook replaces its output with large numbers, because a cap would not change the small logits of an untrained
+        model.
         """
         ids = torch.arange(4, device=self.device)[None] % self.vocab_size
         thread = threading.get_ident()
         seen: list[Tensor] = []
 
         def replace_logits(_: Any, args: Any, logits: Tensor) -> Tensor | None:
-            if threading.get_ident() != thread:  # an engine may sample from this model meanwhile
+            if threading.get_ident() != thread:  # an engine may be sampling from this model
                 return None
             large = torch.linspace(-1e4, 1e4, logits.numel(), device=logits.device).view_as(logits).to(logits.dtype)
             seen[:] = args[0], large
@@ -172,7 +173,7 @@ class LanguageModel:
         hook = self.model.get_output_embeddings().register_forward_hook(replace_logits)
         try:
             with torch.no_grad():
-                # TRL and accelerate replace `forward` of the object, and a copy would call that of the original.
+                # TRL and accelerate replace `forward` on the object, and in a copy it would call the original's.
                 logits = type(self.model).forward(self.model, input_ids=ids, use_cache=False).logits
         finally:
             hook.remove()
@@ -191,18 +192,18 @@ class LanguageModel:
         sum_squared_probs: bool = False,
         layers: Sequence[int] | None = None,
     ) -> ForwardOutput:
-        """Compute logprobs, and optionally entropies and values, where the mask is 1, with gradients.
+        """Compute logprobs and, optionally, entropies and values where the mask is 1, with gradients.
 
-        Logits are computed at these positions only. If they would need too much memory, they are computed in chunks,
-        which the backward pass computes again.
+        Logits are computed only at these positions. If they need too much memory, they are computed in chunks, which
+        the backward pass recomputes.
 
         Args:
             ids: Token ids.
             mask: True at the N positions to score.
             temperatures: Sampling temperature of each row.
-            entropy: Compute entropies.
-            value: Compute values; the policy must have a value head.
-            sum_squared_probs: Compute the sum of the squared probabilities of all tokens in the vocabulary.
+            entropy: Whether to compute entropies.
+            value: Whether to compute values; the policy must have a value head.
+            sum_squared_probs: Whether to compute the sum of squared probabilities over the vocabulary.
             layers: Indices of L layers. Their hidden states, (N, L, d), are also returned; see `hidden`.
 
         Raises:
@@ -214,7 +215,7 @@ class LanguageModel:
         self.check_head()
         rows, cols = mask.nonzero(as_tuple=True)
         packed, place = self._locate_states(ids, mask)
-        # Positions with the same prefix share one hidden state, whose logits are computed only once. `each` maps each
+        # Positions with the same prefix share a hidden state, whose logits are computed only once. `each` maps each
         # position to the index of its state.
         each: Tensor | None = None
         if packed is not None and bool((temperatures == temperatures[0]).all()):
@@ -242,10 +243,10 @@ class LanguageModel:
         entropy: bool,
         sum_squared_probs: bool,
     ) -> dict[str, Tensor]:
-        """Compute the logprobs of N targets, (N,), and the requested other scores of S hidden states, (S,).
+        """Compute the logprobs of N targets, (N,), and other requested scores of S hidden states, (S,).
 
-        `each` (N,) is the index of the state that predicts each target; None if there is one target per state, in
-        order. The states are (S, d), and `temperature` has one entry per state, (S,).
+        `each`, (N,), is the index of the state that predicts each target, or None if there is one target per state, in
+        order. The states have shape (S, d), and `temperature` has one entry per state, (S,).
         """
 
         def scores(states: Tensor, temperature: Tensor, each: Tensor | None, targets: Tensor) -> dict[str, Tensor]:
@@ -272,10 +273,10 @@ class LanguageModel:
         return joined | {"logprob": joined["logprob"][torch.cat(order).argsort()]}
 
     def _locate_states(self, ids: Tensor, mask: Tensor) -> tuple[PackedTrees | None, Tensor]:
-        """Return prefix trees, or None for separate rows, and the indices of the states that predict the masked tokens.
+        """Return prefix trees, or None for separate rows, and the indices of the states that predict the N tokens.
 
-        The indices, (N,) for N masked tokens, refer to the flattened hidden states of the trees or, without trees, of
-        `ids[:, :-1]`.
+        The indices, (N,) for the N tokens in the mask, refer to the flattened hidden states of the trees or, without
+        trees, of `ids[:, :-1]`.
         """
         rows, cols = mask.nonzero(as_tuple=True)
         if bool((cols == 0).any()):
@@ -307,20 +308,20 @@ class LanguageModel:
         layers: Sequence[int] | None = None,
         micro_tokens: int | None = None,
     ) -> dict[str, Tensor]:
-        """Score the masked positions of a batch without gradients.
+        """Compute scores where the mask of a batch is 1, without gradients.
 
         Args:
             batch: The batch.
             want: Scores to compute: any of "logprob", "entropy", "value", "hidden" and "sum_squared_probs".
-            layers: Indices of the layers to return as "hidden", by default the last layer; see `hidden`.
-            micro_tokens: Upper limit of the tokens per forward pass; `self.micro_tokens` if None.
+            layers: Indices of the layers to return as "hidden"; by default the last layer. See `hidden`.
+            micro_tokens: Maximum number of tokens per forward pass; `self.micro_tokens` if None.
 
         Returns:
-            The scores by name, float32: (B, T) with NaN where the mask is 0. "hidden" is (B, T, d), or (B, T, L, d) if
-            L `layers` are given, with 0 where the mask is 0.
+            The float32 scores keyed by name, (B, T), with NaN where the mask is 0. "hidden" is (B, T, d), or
+            (B, T, L, d) if L `layers` are given, with 0 where the mask is 0.
 
         Raises:
-            SettingsError: If `want` is empty or contains an unknown name, or the model has no such layer.
+            SettingsError: If `want` is empty or contains an unknown name, or if the model has no such layer.
 
         Shapes:  batch.ids, batch.mask (B, T), batch.temperatures (B,) -> (B, T) each.
         """
@@ -350,8 +351,8 @@ class LanguageModel:
 
     @torch.no_grad()
     def bootstrap_values(self, batch: Any, *, micro_tokens: int | None = None) -> Tensor:
-        """Return the value after each row's last token, (B,): the expected remaining return of a truncated row."""
-        # The value at a position is computed from the tokens before it. Append any token, and compute its value.
+        """Return the value after the last token of each row, (B,): the expected remaining return of a truncated row."""
+        # The value at a position is computed from the tokens before it, so append an arbitrary token and score it.
         mask = torch.arange(batch.ids.shape[1] + 1) == batch.lengths[:, None]
         longer = SimpleNamespace(
             ids=nn.functional.pad(batch.ids, (0, 1)),
@@ -363,7 +364,7 @@ class LanguageModel:
 
     @contextlib.contextmanager
     def checkpointing(self, on: bool = True) -> Iterator[None]:
-        """Enable gradient checkpointing: the backward pass recomputes each layer's activations instead of storing them.
+        """Enable gradient checkpointing: activations inside layers are recomputed in the backward pass, not stored.
 
         Raises:
             PolicyError: If the model has no layers that support checkpointing.
@@ -377,8 +378,8 @@ class LanguageModel:
         layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
         if not layers:
             raise PolicyError(f"{type(self.model).__name__} has no layers that support gradient checkpointing")
-        # transformers enables it only in training mode, in which a layer that calls dropout itself would apply it.
-        replaced = [vars(layer).get("forward") for layer in layers]  # accelerate sets it on the object
+        # Transformers enables it only in training mode, in which layers that call dropout directly would apply it.
+        replaced = [vars(layer).get("forward") for layer in layers]  # set on the object by accelerate
         for layer in layers:
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
         try:
@@ -395,19 +396,19 @@ class LanguageModel:
     def micro_batches(self, batch: Any, rows: Tensor | None = None, micro_tokens: int | None = None) -> list[Tensor]:
         """Split rows of a batch into micro-batches of at most `micro_tokens` tokens; see `split_by_token_budget`.
 
-        Rows with a common prefix are grouped if the model supports prefix sharing, and each shared token counts once.
+        If the model supports prefix sharing, rows with a common prefix are grouped, and each shared token counts once.
         A row longer than `micro_tokens` forms a micro-batch of its own.
 
         Args:
             batch: The batch.
             rows: Indices of the rows to split; all rows if None.
-            micro_tokens: Upper limit of the tokens per micro-batch; `self.micro_tokens` if None.
+            micro_tokens: Maximum number of tokens per micro-batch; `self.micro_tokens` if None.
 
         Returns:
             The row indices of each micro-batch.
 
         Raises:
-            PolicyError: If a row is longer than the context, and the model's rotary embeddings depend on the longest
+            PolicyError: If a row is longer than the context and the model's rotary embeddings depend on the longest
                 row.
         """
         rope = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
@@ -435,7 +436,7 @@ class LanguageModel:
 
     @cached_property
     def _keys_as_costly_as_weights(self) -> float:
-        """Number of keys for which attention costs as much as the rest of the model; see `build_prefix_trees`."""
+        """Number of keys at which attention costs as much as the rest of the model; see `build_prefix_trees`."""
         config = self.decoder.config
         config = (getattr(config, "per_layer_config", None) or [config])[0]
         # Operations per token: 2 per weight, plus 4 x (heads x head size) per layer and attended key.
@@ -446,7 +447,7 @@ class LanguageModel:
 
     @cached_property
     def _sharing_obstacle(self) -> str:
-        """Reason why rows cannot share prefixes; "" if a trial gives equal hidden states with and without sharing."""
+        """Reason why rows cannot share prefixes, or "" if a trial yields equal hidden states with sharing."""
         reason = sharing_obstacle(self.decoder, self.vocab_size)
         if reason:
             _log.warning("%s computes rows without prefix sharing: %s", type(self.model).__name__, reason)
@@ -454,6 +455,6 @@ class LanguageModel:
 
 
 def _context_lengths(mask: Tensor) -> list[int]:
-    """Return for each row the number of tokens before the last sampled token, but at least 1."""
+    """Return the number of tokens before the last sampled token of each row, but at least 1."""
     columns = torch.arange(mask.shape[1], device=mask.device)
     return cast(list[int], (mask * columns).amax(1).clamp(min=1).tolist())

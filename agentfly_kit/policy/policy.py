@@ -1,4 +1,4 @@
-"""`Policy`: a causal language model with its chat template; loading, saving and copying it."""
+"""`Policy`, a causal language model with its chat template, which can be loaded, saved and copied."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from agentfly_kit.policy.forward import LanguageModel, ScoreName
 from agentfly_kit.policy.value_head import Critic, ValueHead
 
 _VALUE_HEAD_PREFIX = "value_head."
-# Stored in a subfolder, because engines load every .safetensors file next to the config.
+# Saved in a subfolder, because engines load every .safetensors file next to the config.
 _VALUE_HEAD_FILE = Path("value_head") / "value_head.safetensors"
 
 
 class Policy(Displayable, LanguageModel):
-    """A causal language model with its chat template, an optional value head and a count of optimizer steps.
+    """Causal language model with its chat template, an optional value head, and a count of optimizer steps.
 
     Args:
         model: Causal language model with the interface of transformers.
         chat: Tokenizer, chat template and tool-call format of the model.
-        value_head: True adds a value head to the policy's own decoder, "separate" to a copy of it (see `Critic`).
+        value_head: True adds a value head to the policy's decoder, and "separate" to a copy of it (see `Critic`).
         version: Number of optimizer steps taken so far.
     """
 
@@ -52,7 +52,7 @@ class Policy(Displayable, LanguageModel):
         _check_value_head(value_head)
         super().__init__(model, None)
         self.chat = chat
-        # Tokens that were added for other modalities may exceed the vocabulary, because text never contains them.
+        # Tokens added for other modalities may be outside of the model's vocabulary, because text never contains them.
         used = (chat.tokenizer.vocab_size - 1, *chat.stop_ids, *chat.encode(chat.template.opening()))
         if max(used) >= self.vocab_size:
             raise PolicyError(
@@ -63,7 +63,7 @@ class Policy(Displayable, LanguageModel):
             _check_adapter(model)
         if next(iter(model.parameters())).dtype == torch.bfloat16:
             warn_if_bfloat16_is_slow(self.device)
-        self.model.eval()  # with dropout, the trained distribution would differ from the sampled one
+        self.model.eval()  # with dropout, the trained distribution would differ from the one that is sampled
         if value_head is True:
             self.value_head = ValueHead(self.width).to(self.device)
         elif value_head == "separate":
@@ -72,9 +72,9 @@ class Policy(Displayable, LanguageModel):
             self.value_head = value_head or None
         # Number of optimizer steps that `ppo_step` has taken on these weights.
         self.version = version
-        # Held during weight updates and during an engine's forward pass, so that no sample sees a partial update.
+        # Held during weight updates and forward passes of an engine, so that no sample sees a partial update.
         self.lock = threading.Lock()
-        # Fingerprint of the initial weights of each run, by folder. It identifies the run if a notebook cell is rerun.
+        # Fingerprint of the initial weights of each run, keyed by folder, to identify the run if a cell is rerun.
         self.run_fingerprints: dict[str, str] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -99,15 +99,15 @@ class Policy(Displayable, LanguageModel):
         options: Mapping[str, Any] | None = None,
         **model_kwargs: Any,
     ) -> Policy:
-        """Load a policy from a folder in the transformers layout or by hub name.
+        """Load a policy from a folder in the layout of transformers, or by hub name.
 
         Args:
             path: Folder of a model, hub name, or folder of a training run. For a run, the last checkpoint is loaded.
-            value_head: True adds a value head to the policy's decoder, "separate" to a copy of it (see `Critic`).
-            lora: Rank of a LoRA adapter, or options of `peft.LoraConfig`. An adapter on all linear layers is trained,
-                and the model is frozen; `reference()` then returns the frozen base model. Must be None for a folder
-                that contains an adapter.
-            device: Device of the model, such as "cuda:1" or "mps"; by default CUDA if available, else the CPU.
+            value_head: True adds a value head to the policy's decoder, and "separate" to a copy of it (see `Critic`).
+            lora: Rank of a LoRA adapter, or options of `peft.LoraConfig`. By default, the adapter covers all linear
+                layers. The model is frozen and only the adapter is trained; `reference()` then returns the base model.
+                Must be None for a folder that contains an adapter.
+            device: Device of the model, such as "cuda:1" or "mps"; by default CUDA if available, otherwise the CPU.
             dtype: Torch dtype or its name; "auto" uses the dtype of the files.
             format: Format of tool calls; see `Chat`. "auto" uses that of a saved policy.
             history: Handling of chat templates that rewrite earlier turns; see `Chat`. None uses that of a saved
@@ -115,23 +115,23 @@ class Policy(Displayable, LanguageModel):
             options: Variables for the chat template, such as {"enable_thinking": False}. None uses those of a saved
                 policy.
             **model_kwargs: Further arguments of `from_pretrained` in transformers, such as `attn_implementation`,
-                `revision` or `device_map` (instead of `device`). Code in the folder is not run, and nobody is asked,
-                unless `trust_remote_code=True`.
+                `revision` or `device_map` (instead of `device`). Code in the folder is run only if
+                `trust_remote_code=True`; there is no interactive prompt.
 
         Raises:
             PolicyError: If a file is missing or cannot be read.
-            SettingsError: If an argument is invalid, or `lora` is given for a folder that already contains an adapter.
+            SettingsError: If an argument is invalid, or if `lora` is given for a folder that contains an adapter.
         """
         _check_value_head(value_head)
         _check_model_kwargs(model_kwargs, device)
-        model_kwargs = {"trust_remote_code": False} | model_kwargs  # transformers' default asks on the terminal
+        model_kwargs = {"trust_remote_code": False} | model_kwargs  # by default, transformers prompts on the terminal
         tokenizer_kwargs = {k: v for k, v in model_kwargs.items() if k in _HUB_KEYWORDS}
         device = torch.empty(0, device=device or ("cuda" if torch.cuda.is_available() else "cpu")).device
         folder = _policy_folder(path)
         path = str(folder.resolve()) if folder.is_dir() else str(path)  # adapters record the path of their base model
         meta = read_json(folder / "policy.json")
-        read_json(folder / "generation_config.json")  # transformers would ignore a damaged file, and its end tokens
-        # If the folder contains an adapter, the config of the adapter names the base model to load.
+        read_json(folder / "generation_config.json")  # if damaged, transformers would ignore it and its end tokens
+        # If the folder contains an adapter, its config names the base model to load.
         weights = path
         has_adapter = (folder / "adapter_config.json").exists()
         if has_adapter:
@@ -151,7 +151,7 @@ class Policy(Displayable, LanguageModel):
                 else:
                     model.to(device)
                 tokenizer = AutoTokenizer.from_pretrained(path, **tokenizer_kwargs)
-                # The critic is a copy of the decoder. Create it before an adapter is added to the model.
+                # The critic is a copy of the decoder, so create it before an adapter is added to the model.
                 critic = _make_critic(model).to(device) if value_head == "separate" else value_head
                 if has_adapter:
                     from peft import PeftModel
@@ -179,8 +179,8 @@ class Policy(Displayable, LanguageModel):
     def save(self, path: str | Path) -> Path:
         """Save the model, the tokenizer, the chat template and, in a separate file, the value head.
 
-        For a policy with an adapter, only the adapter and the location of its base model are written; use
-        `merged().save()` to write the full model.
+        If the policy has an adapter, only the adapter and the location of its base model are written. To write the full
+        model, use `merged().save()`.
 
         Returns:
             The folder.
@@ -189,7 +189,7 @@ class Policy(Displayable, LanguageModel):
 
         folder = Path(path)
         meta = {"format": self.chat.format.name, "version": self.version, "chat": self.chat.settings()}
-        description = json.dumps(meta, indent=1) + "\n"  # may raise, so it comes before any file is written
+        description = json.dumps(meta, indent=1) + "\n"  # may raise, so do it before any file is written
         folder.mkdir(parents=True, exist_ok=True)
         with self.lock, _without_progress_bar():
             self.model.save_pretrained(folder)
@@ -205,7 +205,7 @@ class Policy(Displayable, LanguageModel):
         return folder
 
     def copy(self) -> Policy:
-        """Return a policy with a copy of the weights, for use as a KL reference or for separate training."""
+        """Return a policy with a copy of the weights, for example to train it separately."""
         with self.lock:
             model, head = copy.deepcopy((self.model, self.value_head))
         return Policy(model, self.chat, value_head=head, version=self.version)
@@ -213,8 +213,8 @@ class Policy(Displayable, LanguageModel):
     def reference(self) -> Policy:
         """Return a frozen reference policy for a KL penalty.
 
-        For a policy with an adapter, the reference is the base model: it shares the policy's weights, disables
-        the adapter while scoring, and supports only `score`. Otherwise, it is a frozen copy without a value head.
+        If the policy has an adapter, the reference is its base model: it shares the policy's weights, disables the
+        adapter while scoring, and supports only `score`. Otherwise, it is a frozen copy without a value head.
         """
         if self.has_adapter:
             return _FrozenBase(self)
@@ -223,7 +223,7 @@ class Policy(Displayable, LanguageModel):
         return Policy(model.requires_grad_(False), self.chat, version=self.version)
 
     def merged(self) -> Policy:
-        """Return a copy that any engine can load, because the adapter is merged into the base weights."""
+        """Return a copy with the adapter merged into the base weights, so that any engine can load it."""
         policy = self.copy()
         if policy.has_adapter:
             policy.model = policy.model.merge_and_unload().requires_grad_(True)
@@ -241,9 +241,9 @@ class Policy(Displayable, LanguageModel):
             yield from self.value_head.parameters()
 
     def state(self) -> dict[str, Tensor]:
-        """Return the weights by name. The names of value-head weights start with `value_head.`.
+        """Return the weights keyed by name. The names of value-head weights start with `value_head.`.
 
-        The tensors are not copied. For a policy with an adapter, only the trainable weights are included.
+        The tensors are not copied. If the policy has an adapter, only the trainable weights are included.
         """
         state = self._full_state()
         if not self.has_adapter:
@@ -256,7 +256,7 @@ class Policy(Displayable, LanguageModel):
         return dict(self.model.state_dict()) | {_VALUE_HEAD_PREFIX + k: v for k, v in head.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
-        """Load weights that `state` returned.
+        """Load weights returned by `state`.
 
         Raises:
             PolicyError: If names or shapes do not match this model.
@@ -296,7 +296,7 @@ class Policy(Displayable, LanguageModel):
 
 
 class _FrozenBase(Policy):
-    """Frozen base model of a policy with an adapter; shares the policy's weights and lock."""
+    """Frozen base model of a policy with an adapter, with which it shares its weights and lock."""
 
     def __init__(self, policy: Policy) -> None:
         self.__dict__.update(policy.__dict__, value_head=None, run_fingerprints={})
@@ -312,7 +312,7 @@ class _FrozenBase(Policy):
 
 
 def _policy_folder(path: str | Path) -> Path:
-    """Return the folder that contains the policy. For the folder of a training run, this is its last checkpoint."""
+    """Return the folder that contains the policy. If `path` is a training run, this is its last checkpoint."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
         if str(path).startswith((".", "/", "~")):
@@ -331,7 +331,7 @@ def _policy_folder(path: str | Path) -> Path:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file of a policy, or {} if there is no such file.
+    """Return the content of a JSON file, or {} if the file does not exist.
 
     Raises:
         PolicyError: If the file does not contain a JSON object.
@@ -376,17 +376,17 @@ def _with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:
     options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "lora_dropout": 0.0} | options
     if options["lora_dropout"]:
         raise SettingsError("lora_dropout must be 0; dropout makes the trained and the sampled distribution differ")
-    with torch.random.fork_rng(devices=[]):  # reproducible adapter, without advancing the global generator
+    with torch.random.fork_rng(devices=[]):  # initialize the adapter reproducibly without changing the global generator
         torch.manual_seed(0)
         return get_peft_model(model, LoraConfig(**options))
 
 
-# Initializations that change the base model, or whose saved adapters do so when they are loaded, are not among these.
+# Initializations that leave the base model unchanged, also when a saved adapter is loaded.
 _INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
 
 
 def _check_adapter(model: Any) -> None:
-    """Raise SettingsError if the base model is not frozen, or the adapter cannot be merged into its weights."""
+    """Raise SettingsError if the base model is not frozen or the adapter cannot be merged into its weights."""
     config = model.active_peft_config
     if (bias := getattr(config, "bias", "none")) != "none":
         raise SettingsError(f'lora bias must be "none", got {bias!r}, which would train biases of reference()')
@@ -406,7 +406,7 @@ def _check_adapter(model: Any) -> None:
 
 @contextlib.contextmanager
 def _without_progress_bar() -> Iterator[None]:
-    """Disable the progress bar of transformers, which a notebook would save in its output."""
+    """Disable the progress bar of transformers, which notebooks would save in their outputs."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()

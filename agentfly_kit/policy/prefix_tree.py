@@ -1,8 +1,8 @@
 """Prefix sharing: rows with a common prefix are packed into a tree, so that each shared token is computed once.
 
-The model runs a tree as one sequence: tokens in depth-first order, position ids counted within each row, and an
-attention mask that lets each token attend only to itself and its ancestors. Hidden states and gradients equal those of
-rows computed separately.
+The model processes a tree as one sequence, with tokens in depth-first order, position ids counted within each row, and
+an attention mask that lets each token attend only to itself and its ancestors. Hidden states and gradients equal those
+of separately computed rows.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# Maximum number of tokens per tree; the size of the attention mask is quadratic in this number.
+# Maximum number of tokens per tree. The size of the attention mask is quadratic in this number.
 _MAX_TREE_TOKENS = 4096
 
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """Rows with common prefixes. `rows` contains row indices, in lexicographic order of the rows' token ids."""
+    """Rows with common prefixes. `rows` contains row indices in lexicographic order of their token ids."""
 
     rows: tuple[int, ...]
     shared: tuple[int, ...]  # length of the prefix that each row shares with the previous one
@@ -28,20 +28,20 @@ class PrefixTree:
 
 
 def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tokens: int) -> list[PrefixTree]:
-    """Group rows `ids[i, :lengths[i]]` into prefix trees of at most `max_tokens` tokens where this reduces the cost.
+    """Group the rows `ids[i, :lengths[i]]` into prefix trees of at most `max_tokens` tokens if this reduces the cost.
 
     A tree of W tokens costs W + W² / scale, and a single row, whose mask is causal, W + W² / (2 scale). `scale` is the
-    number of keys for which attention costs as much as the rest of the model.
+    number of keys at which attention costs as much as the rest of the model.
     """
     if not lengths:
         return []
     count = np.array(lengths)
     columns = np.arange(ids.shape[1])
-    # Padding with 0 sorts a row before the rows that continue it.
+    # Pad with 0, so that a row is sorted before the rows of which it is a prefix.
     padded = np.where(columns < count[:, None], ids.cpu().numpy() + 1, 0)
     texts = [row.tobytes() for row in padded.astype(">i8")]  # big-endian bytes sort like ids
     order = sorted(range(len(texts)), key=texts.__getitem__)
-    # After sorting, a row has its longest common prefix with the previous row.
+    # After sorting, no earlier row shares a longer prefix with a row than the previous one.
     differs = padded[order[1:]] != padded[order[:-1]]
     common_lengths = np.where(differs.any(1), differs.argmax(1), count[order[1:]])
     max_tokens = min(max_tokens, _MAX_TREE_TOKENS)
@@ -66,7 +66,7 @@ class PackedTrees:
     ids: Tensor  # (P, W)
     positions: Tensor  # (P, W): position of each token within its rows
     token_index: Tensor  # (B, T): index of each row's tokens in `ids.flatten()`
-    subtree_ends: Tensor  # (P, W): column after the token's last descendant
+    subtree_ends: Tensor  # (P, W): column after the last descendant of each token
 
     @classmethod
     def build(cls, trees: list[PrefixTree], ids: Tensor, lengths: list[int]) -> PackedTrees:
@@ -84,7 +84,7 @@ class PackedTrees:
                 n = lengths[row]
                 if common:
                     token_index[row, :common] = token_index[before, :common]
-                if before >= 0:  # the previous row's tokens after the branching point have no further descendants
+                if before >= 0:  # tokens of the previous row after the branching point have no further descendants
                     subtree_ends[p, token_index[before, common : lengths[before]] - p * width] = count
                 new = n - common
                 token_index[row, common:n] = np.arange(p * width + count, p * width + count + new)
@@ -105,15 +105,15 @@ class PackedTrees:
 
 
 def split_by_token_budget(lengths: Tensor, micro_tokens: int, launch_overhead: int = 0) -> list[Tensor]:
-    """Return the row indices of micro-batches of at most `micro_tokens` padded tokens, longest rows first.
+    """Split rows into micro-batches of at most `micro_tokens` padded tokens, longest rows first. Return row indices.
 
     A row longer than `micro_tokens` forms a micro-batch of its own. `launch_overhead` is the fixed cost of a forward
-    pass, expressed as a number of tokens. If it is positive, the split minimizes padding plus overhead; if it is 0,
+    pass in units of the cost of one token. If it is positive, the split minimizes padding plus overhead; if it is 0,
     each micro-batch is filled as far as possible.
     """
     order = torch.argsort(lengths, descending=True, stable=True)
     sizes = [max(n, 1) for n in lengths[order].tolist()]
-    # For each row, the end of the longest micro-batch that begins with this row.
+    # For each row, the end of the largest micro-batch that begins with this row.
     limits = [min(len(sizes), a + max(1, micro_tokens // size)) for a, size in enumerate(sizes)]
     ends = limits if launch_overhead <= 0 else _cheapest_ends(sizes, limits, launch_overhead)
     cuts = [0]
@@ -124,7 +124,7 @@ def split_by_token_budget(lengths: Tensor, micro_tokens: int, launch_overhead: i
 
 def _cheapest_ends(sizes: list[int], limits: list[int], launch_overhead: int) -> list[int]:
     """Find the cheapest split by dynamic programming. Return the end of the micro-batch that starts at each row."""
-    cost = [0.0] * (len(sizes) + 1)  # cost[i]: minimum total cost of rows i and onward
+    cost = [0.0] * (len(sizes) + 1)  # cost[i]: minimum total cost of the rows from i on
     ends = [0] * len(sizes)
     for a in range(len(sizes) - 1, -1, -1):
         choices = range(a + 1, limits[a] + 1)

@@ -1,4 +1,4 @@
-"""Hidden states of a decoder, computed for separate rows or for prefix trees, and a trial whether both are equal."""
+"""Hidden states of a decoder for separate rows or prefix trees, and a trial that determines whether they are equal."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from agentfly_kit.policy.prefix_tree import PackedTrees, build_prefix_trees
 def hidden_states(
     decoder: Any, ids: Tensor, packed: PackedTrees | None, layers: Sequence[int] | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Return hidden states of the last layer, (B, T, d) for B rows of T tokens or (P, W, d) for P trees of W tokens.
+    """Return hidden states of the last layer: (B, T, d) for B rows of T tokens, or (P, W, d) for P trees of W tokens.
 
-    The second result contains the states of L `layers`, (B, T, L, d) or (P, W, L, d); None without `layers`.
+    The second result contains the states of L `layers`, (B, T, L, d) or (P, W, L, d), or is None if `layers` is None.
     """
     options: dict[str, Any] = {} if layers is None else {"output_hidden_states": True}
     if packed is not None:
@@ -32,12 +32,12 @@ def hidden_states(
 
 
 def sharing_obstacle(decoder: Any, vocab_size: int) -> str:
-    """Return why rows cannot share prefixes; "" if a trial gives equal hidden states with and without sharing."""
+    """Return the reason why rows cannot share prefixes, or "" if a trial yields equal hidden states with sharing."""
     decoder = with_short_windows(decoder)
     if reason := unsupported_attention(decoder):
         return reason
     device = next(iter(decoder.parameters())).device
-    # Three rows of 10, 9 and 8 tokens: the first two share 4 tokens, the last two 7.
+    # Three rows of 10, 9 and 8 tokens; the first two share 4 tokens, and the last two share 7.
     ids = (torch.arange(30) * 7 % vocab_size).reshape(3, 10).to(device)
     ids[:, :4] = ids[0, :4]
     ids[2, :7] = ids[1, :7]
@@ -45,7 +45,7 @@ def sharing_obstacle(decoder: Any, vocab_size: int) -> str:
     is_token = torch.arange(10) < torch.tensor(lengths)[:, None]
     packed = PackedTrees.build(build_prefix_trees(ids, lengths, scale=1e9, max_tokens=100), ids, lengths)
     try:
-        # Disable autocast, which may be active here and would cause errors above the tolerance for float32.
+        # Disable autocast, which the caller may have enabled and whose errors exceed the tolerance for float32.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             separate, shared = hidden_states(decoder, ids, None)[0], hidden_states(decoder, ids, packed)[0]
             same = agree(separate[is_token], shared.flatten(0, 1)[packed.token_index][is_token])

@@ -1,4 +1,4 @@
-"""Value heads of a policy: a linear layer on its decoder, or a separate critic."""
+"""Value heads of a policy: a linear layer on top of its decoder, or a separate critic."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 
 
 class ValueHead(nn.Linear):
-    """Linear map from the hidden state at a position to its value (expected return), initialized to zero."""
+    """Linear layer that maps hidden states to values (expected returns), initialized to zero."""
 
     def __init__(self, width: int) -> None:
         super().__init__(width, 1)

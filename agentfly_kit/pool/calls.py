@@ -1,4 +1,4 @@
-"""Calls of sandbox methods, with a time limit or without an event loop. Sandboxes may be objects of any class."""
+"""Calling sandbox methods with a time limit or without an event loop. Sandboxes may be objects of any class."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .._async.pending_call import maybe_await, warn_or_log
 from ..errors import SandboxError
 
 T = TypeVar("T")
-_CANCEL_GRACE_SECONDS = 1.0  # a cancelled call that takes longer to end is abandoned
+_CANCEL_GRACE_SECONDS = 1.0  # a cancelled call that has not ended after this time is abandoned
 
 
 async def create(worker: threads.Worker, sandbox_type: type, make: Callable[[], T]) -> T:
     """Call `make`, which creates a sandbox, in the thread of `worker`.
 
-    If the class has a coroutine function `start`, which is the place for slow work, or if the constructor needs an
-    event loop, it is called on the event loop.
+    `make` is called on the event loop instead if the class has a coroutine function `start`, which should do any slow
+    work, or if the constructor needs an event loop.
     """
     if inspect.iscoroutinefunction(getattr(sandbox_type, "start", None)):
         return make()
@@ -35,7 +35,7 @@ async def create(worker: threads.Worker, sandbox_type: type, make: Callable[[], 
 
 
 async def call(worker: threads.Worker, function: Callable[..., Any] | None, *args: Any) -> Any:
-    """Call a method of a sandbox, in the thread of `worker` if it is sync. Return None if there is no such method."""
+    """Call a method of a sandbox, in the thread of `worker` if it is sync. Return None if it does not exist."""
     if not callable(function):
         return None
     with threads.using(worker):
@@ -45,11 +45,11 @@ async def call(worker: threads.Worker, function: Callable[..., Any] | None, *arg
 
 
 async def call_within(seconds: float, name: str, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
-    """Await `work(*args)`, and cancel it after `seconds`. If `work` ignores the cancellation, warn and stop waiting.
+    """Await `work(*args)` and cancel it after `seconds`. If it ignores the cancellation, warn and stop waiting.
 
     Raises:
         SandboxError: if the call exceeds the time limit, raises SystemExit, or raises CancelledError without having
-            been cancelled. The latter two would otherwise end the process or the calling task.
+            been cancelled. The last two would otherwise end the process or the calling task.
     """
 
     async def run() -> Any:
@@ -95,7 +95,7 @@ def is_alive(sandbox: object) -> bool:
 
 
 def kill(sandbox: object) -> None:
-    """Kill a sandbox without an event loop. Call `kill()` if it is defined, else run `close()` in a separate thread."""
+    """Kill a sandbox without an event loop: call `kill()` if it is defined, or run `close()` in a separate thread."""
     method = getattr(sandbox, "kill", None)
     if callable(method):
         with contextlib.suppress(Exception):
@@ -116,7 +116,7 @@ def _close_in_thread(sandbox: Any) -> None:
 
 
 def end(slot: Any) -> None:
-    """Kill the sandbox of a slot, or close it in its thread when a call that was given up has ended."""
+    """Kill the sandbox of a slot. If it has no `kill` and an abandoned call is running, close it after that call."""
     if slot.worker.busy and not callable(getattr(slot.sandbox, "kill", None)):
         slot.worker.put(lambda: _close_in_thread(slot.sandbox))
     else:

@@ -1,12 +1,12 @@
-"""`PoolCore`, the part of a pool that answers requests, and starts, resets and closes sandboxes.
+"""`PoolCore`, the part of a pool that answers requests and starts, resets and closes sandboxes.
 
-Every state change is made by a synchronous method of `PoolState` (state.py) under a lock, which is never held while
-user code runs. `_dispatch` then carries out the effects of the change. The design follows httpcore's connection pool.
+Every state change is made by a synchronous method of `PoolState` (state.py) under a lock that is never held while user
+code runs. `_dispatch` then carries out the effects of the change. The design follows the connection pool of httpcore.
 
 Each start, reset or close of a sandbox runs in its own task, which continues even if the waiting caller is cancelled.
-Requests and tasks belong to the event loop that created them. If it has been closed, the next `acquire` removes them. A
-lease may be garbage-collected in a thread without an event loop. That thread asks the event loop of a waiting request
-to start a new sandbox.
+Requests and tasks belong to the event loop that created them. After it has been closed, the next `acquire` removes
+them. If a lease is garbage-collected in a thread without an event loop, the event loop of a waiting request is asked to
+start a new sandbox.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .records import PoolEvent
 from .state import Effects, PoolState, Slot
 
 S = TypeVar("S")
-_CLOSE_SECONDS = 5.0  # time limit of a sandbox's `close`, after which it is killed
+_CLOSE_SECONDS = 5.0  # time limit for `close` of a sandbox, after which it is killed
 
 
 class PoolCore(Generic[S]):
@@ -52,14 +52,14 @@ class PoolCore(Generic[S]):
         self._lock = threading.Lock()
         # Slots whose lease was garbage-collected. Their sandboxes are killed as soon as `_lock` is free.
         self._dropped: deque[Slot] = deque()
-        self._tasks: dict[Slot, asyncio.Task[None]] = {}  # the start, reset or close in progress
+        self._tasks: dict[Slot, asyncio.Task[None]] = {}  # starts, resets and closes in progress
         self._wakeup_loop: asyncio.AbstractEventLoop | None = None  # runs the timer for the next lease expiry
         self._events: deque[PoolEvent] = deque()  # events not yet passed to the listeners
         self._notifying = threading.Lock()
         self._finalizer = weakref.finalize(self, kill_all, state.slots)
 
     def _dispatch(self, event: Callable[..., None], *args: Any, may_start: bool = True) -> None:
-        """Apply an event to the state and begin to carry out its effects, without waiting for them."""
+        """Apply an event to the state and start carrying out its effects, without waiting for them."""
         may_start = may_start and running_loop() is not None
         with self._lock:
             effects = self._state.apply(event, *args, now=time.monotonic(), may_start=may_start)
@@ -96,7 +96,7 @@ class PoolCore(Generic[S]):
                 self._dispatch(self._state.cancelled, future)
 
     def _schedule_wakeup(self) -> None:
-        """Set a timer for the next lease expiry. One timer suffices, as all leases have the same maximum duration."""
+        """Set a timer for the next lease expiry. One timer suffices, as all leases have the same duration limit."""
         loop = asyncio.get_running_loop()
         with self._lock:
             due = self._state.next_expiry()
@@ -115,7 +115,7 @@ class PoolCore(Generic[S]):
         loop.call_later(max(0.0, due - time.monotonic()) + 0.01, wake_up)
 
     def _forget_closed_loops(self) -> None:
-        """Cancel the requests of closed event loops, and kill sandboxes whose start, reset or close was interrupted."""
+        """Cancel requests of closed event loops, and kill sandboxes whose start, reset or close they interrupted."""
         with self._lock:
             granted = [slot.ticket for slot in self._state.slots.values() if slot.ticket is not None]
             futures = [*self._state.waiters, *granted]
@@ -133,12 +133,12 @@ class PoolCore(Generic[S]):
             self._dispatch(self._state.turn_changed, slot, lease.turn)
 
     def _on_lease_collected(self, lease: Lease[S]) -> None:
-        """Handle a lease that was garbage-collected without a release. May be called at any time, in any thread."""
+        """Handle a lease that was garbage-collected without being released. May be called anytime, in any thread."""
         slot = self._state.slots.get(lease.id)
         if slot is None:
             return  # already removed because the pool was closed
         self._dropped.append(slot)
-        if not self._lock.locked():  # otherwise, the thread that holds the lock kills the sandbox afterwards
+        if not self._lock.locked():  # otherwise, the thread that holds the lock will kill the sandbox
             self._kill_dropped()
         warnings.warn(f"{lease!r} was garbage-collected without a release", ResourceWarning, stacklevel=3)
 
@@ -147,7 +147,7 @@ class PoolCore(Generic[S]):
             self._kill_slot(self._dropped.popleft())
 
     def _notify(self) -> None:
-        """Pass queued events to listeners in order. Only one thread at a time does this, without holding `_lock`."""
+        """Pass queued events to the listeners in order, in one thread at a time and without holding `_lock`."""
         while self._events and self._notifying.acquire(blocking=False):
             try:
                 while self._events:
@@ -158,7 +158,7 @@ class PoolCore(Generic[S]):
     # --- starting, resetting and closing sandboxes, in separate tasks
 
     def _spawn(self, slot: Slot, work: Coroutine[Any, Any, None]) -> None:
-        """Start, reset or close a sandbox in a new task, which replaces a previous task even if it is running."""
+        """Start, reset or close a sandbox in a new task, which replaces any previous task in `_tasks`."""
         task = asyncio.get_running_loop().create_task(work, name=f"{self.name} {slot.id}")
         self._tasks[slot] = task
 
@@ -172,7 +172,7 @@ class PoolCore(Generic[S]):
         task.add_done_callback(done)
 
     async def _wait_for_task(self, slot: Slot) -> bool:
-        """Wait for a slot's task, which continues if the wait is cancelled. Return False if the slot has no task."""
+        """Wait for the task of a slot, which continues if the wait is cancelled. Return False if there is no task."""
         task = self._tasks.get(slot)
         if task is None or task.get_loop() is not asyncio.get_running_loop():
             return False
@@ -187,7 +187,7 @@ class PoolCore(Generic[S]):
             await create(slot.worker, self.sandbox_type, make)
             sandbox = slot.sandbox
             await call(slot.worker, getattr(sandbox, "start", None))
-            if self._state.slots.get(slot.id) is not slot:  # the sandbox was abandoned before it had started
+            if self._state.slots.get(slot.id) is not slot:  # the sandbox was abandoned while it was starting
                 await self._close_or_kill(sandbox, slot.worker)
 
         try:
@@ -213,7 +213,7 @@ class PoolCore(Generic[S]):
             self._dispatch(self._state.was_reset, slot)
 
     async def _reset_sandbox(self, slot: Slot) -> bool:
-        """Reset a sandbox or clean up an environment, and return whether it is healthy."""
+        """Reset a sandbox or clean up an environment. Return True if it is healthy."""
         sandbox: Any = slot.sandbox
         worker = slot.worker
         if not is_environment(self.sandbox_type):
@@ -226,7 +226,7 @@ class PoolCore(Generic[S]):
         if previous is not None and not previous.done() and previous.get_loop() is asyncio.get_running_loop():
             previous.cancel()  # a start or reset that is no longer needed
             await asyncio.wait([previous])
-        if slot.worker.busy:  # a call that was given up: replace the sandbox at once
+        if slot.worker.busy:  # an abandoned call is still running, so replace the sandbox at once
             end(slot)
         elif slot.sandbox is not None:
             await self._close_or_kill(slot.sandbox, slot.worker)
@@ -243,7 +243,7 @@ class PoolCore(Generic[S]):
                 sandbox.kill()  # type: ignore[attr-defined]
 
     def _kill_slot(self, slot: Slot) -> None:
-        """Kill a sandbox immediately, without a task. Works even if the event loop is shutting down, or without one."""
+        """Kill a sandbox immediately. No event loop is needed, so this also works while one is shutting down."""
         try:
             end(slot)
         finally:  # SIGINT may raise KeyboardInterrupt in `end`

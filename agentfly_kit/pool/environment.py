@@ -1,7 +1,7 @@
-"""Detection of environment classes, and arguments of their `reset` method.
+"""Detection of environment classes, and the arguments of their `reset` method.
 
 A sandbox class is an environment if its `reset` takes a task or task fields. A pool leases an environment for one
-episode, which begins by resetting the environment for the task.
+episode, at the beginning of which the environment is reset for the task.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _parameters_after_self(method: Any) -> list[inspect.Parameter]:
 
 
 def environment_seed(task: Task) -> int:
-    """Return the task's `seed` field if it is an integer, otherwise a seed derived from the task's id.
+    """Return the `seed` field of the task if it is an integer, otherwise a seed derived from the task id.
 
     All chains of a task get the same seed, because chains that are compared must start in the same state.
     """
@@ -52,7 +52,7 @@ def reset_arguments(sandbox_type: type, task: Task, fields: Mapping[str, Any] | 
     """Return keyword arguments for the `reset` method of an environment class, selected by parameter name.
 
     The parameter `task` receives the task, and `seed` the result of `environment_seed`. Any other parameter receives
-    the field of the same name in `fields` (by default `task.fields`), and `**kwargs` receives all remaining fields.
+    the field with the same name in `fields` (by default `task.fields`), and `**kwargs` receives all remaining fields.
     """
     fields = task.fields if fields is None else fields
     arguments: dict[str, Any] = {}
@@ -65,7 +65,7 @@ def reset_arguments(sandbox_type: type, task: Task, fields: Mapping[str, Any] | 
             arguments = {**fields, **arguments}
         elif p.name in fields:
             arguments[p.name] = fields[p.name]
-        elif type(p.default).__hash__ is None:  # mutable, and must not be shared by the chains
+        elif type(p.default).__hash__ is None:  # mutable, so chains must not share it
             arguments[p.name] = copy.deepcopy(p.default)
         elif p.default is p.empty and p.kind is not p.VAR_POSITIONAL:
             raise TaskError(

@@ -1,4 +1,4 @@
-"""`Lease`, which `Pool.acquire` returns."""
+"""`Lease`, returned by `Pool.acquire`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ S = TypeVar("S")
 
 
 class Lease(Displayable, Generic[S]):
-    """A lease of a sandbox, held until `await pool.release(lease)`.
+    """Lease of a sandbox, valid until `await pool.release(lease)`.
 
     Attributes:
-        pool, sandbox, id: The pool, the leased sandbox, and the number of this sandbox in the pool.
-        worker: Runs the sync methods of the sandbox in one thread.
+        pool, sandbox, id: The pool, the leased sandbox, and the number of the sandbox in the pool.
+        worker: Worker that runs the sync methods of the sandbox in one thread.
         owner, since: Name of the holder, and start time of the lease (monotonic seconds).
-        released: True after the lease was released or revoked.
+        released: Whether the lease has been released or revoked.
         revoked: Reason why the pool ended the lease early, or "". The sandbox of a revoked lease is closed.
-        turn: The holder's current turn. Set this attribute to show progress in snapshots and events.
+        turn: Current turn of the holder. Set this attribute to show progress in snapshots and events.
     """
 
     def __init__(self, pool: Pool[S], id: int, sandbox: S, owner: str, worker: Worker) -> None:
@@ -49,7 +49,7 @@ class Lease(Displayable, Generic[S]):
             self.pool._on_turn_changed(self)
 
     async def release(self) -> None:
-        """Release the lease, as `pool.release(lease)` does."""
+        """Release the lease, like `pool.release(lease)`."""
         await self.pool.release(self)
 
     def __del__(self) -> None:

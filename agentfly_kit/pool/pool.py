@@ -1,4 +1,4 @@
-"""`Pool`, which leases sandboxes to chains, and the list of all pools. The internals of `Pool` are in core.py."""
+"""`Pool`, which leases sandboxes to chains, and `pools`, the list of all pools. Its internals are in core.py."""
 
 from __future__ import annotations
 
@@ -36,34 +36,34 @@ class Pool(Displayable, PoolCore[S]):
 
     Requests are served in order of arrival. If several rollouts wait for the same pool, they receive sandboxes in turn.
 
-    `async with` is optional: the sandboxes are closed when the pool is garbage-collected or Python exits. A pool can be
-    used from several event loops, one after another.
+    `async with` is optional: sandboxes are closed when the pool is garbage-collected or Python exits. A pool can be
+    used in several event loops, one after another.
 
     Args:
-        sandbox_type: a class that defines any of `async start()`, `async run(...)`, `async reset()`,
-            `async fork(into)`, `alive`, `async close()` and `kill()` (called when the process exits). Without `reset`,
-            a sandbox is replaced after each lease. If `reset` takes arguments (`task`, `seed`), the class is an
-            environment: each chain resets it for its own task, and `cleanup()`, if defined, is called on release. Sync
-            methods of a sandbox run in one thread, except `alive` and `kill`; so does the constructor, unless `start`
-            is a coroutine function or the constructor needs an event loop.
+        sandbox_type: a class that may define `async start()`, `async run(...)`, `async reset()`, `async fork(into)`,
+            `alive`, `async close()` and `kill()` (called when the process exits). Without `reset`, a sandbox is
+            replaced after each lease. If `reset` takes arguments (`task`, `seed`), the class is an environment: each
+            chain resets it for its own task, and `cleanup()`, if defined, is called on release. Sync methods of a
+            sandbox, except `alive` and `kill`, run in one thread; so does the constructor, unless `start` is a
+            coroutine function or the constructor needs an event loop.
         size: maximum number of sandboxes.
         min_idle: number of idle sandboxes to keep ready after the first request.
         max_uses: number of leases after which a sandbox is replaced instead of reset, or None for no limit.
-        max_lease: maximum duration of a lease in seconds. After that, the lease is revoked: the sandbox is closed, the
-            holder's next use of the sandbox raises LeaseRevoked, the holder's chain is not scored, and the next request
-            gets a new sandbox.
+        max_lease: maximum duration of a lease in seconds, after which it is revoked: the sandbox is closed, the
+            holder's next use of it raises LeaseRevoked, the holder's chain is not scored, and the next request gets a
+            new sandbox.
         healthy: sync or async function, called with a sandbox after each reset. If it returns a false value or raises,
             the sandbox is replaced.
         acquire_timeout: default time to wait for a lease, in seconds.
-        start_timeout: time limit in seconds for starting or resetting a sandbox. When it is exceeded, the method is
-            cancelled and the sandbox replaced. The time limit of `close` is always 5 seconds. A method that does not
-            end when cancelled is abandoned with a warning.
+        start_timeout: time limit in seconds for starting or resetting a sandbox. If it is exceeded, the method is
+            cancelled and the sandbox is replaced. The time limit for `close` is always 5 seconds. A method that does
+            not end when it is cancelled is abandoned with a warning.
         options: keyword arguments of `sandbox_type`. None is passed on like any other value; for example,
             `memory_mb=None` of a PythonSandbox means no limit.
 
     Raises:
         SettingsError: if a setting is invalid, or if `sandbox_type` does not accept an option, because it has no such
-            parameter or because its classmethod `validate_options(**options)`, if defined, rejects the value.
+            parameter or because its class method `validate_options(**options)`, if defined, rejects the value.
     """
 
     def __init__(
@@ -107,19 +107,19 @@ class Pool(Displayable, PoolCore[S]):
         _POOLS.add(self)
 
     def __reduce__(self) -> Any:
-        # A pickled pool that is loaded in another process starts its own sandboxes.
+        # A pool that is unpickled in another process starts its own sandboxes.
         return functools.partial(Pool, self.sandbox_type, self.size, **self._arguments), ()
 
     # --- inspection
 
     @property
     def closed(self) -> bool:
-        """True after the pool was closed."""
+        """True if the pool has been closed."""
         return self._state.closed
 
     @property
     def isolation(self) -> str | None:
-        """The isolation level in use; before any sandbox has started, the requested level or None."""
+        """Isolation level in use. Before any sandbox has started, the requested level or None."""
         for slot in list(self._state.slots.values()):
             if slot.sandbox is not None:
                 return cast("str | None", getattr(slot.sandbox, "isolation", None))
@@ -127,7 +127,7 @@ class Pool(Displayable, PoolCore[S]):
         return None if asked is None else str(asked)
 
     def snapshot(self) -> PoolSnapshot:
-        """Return the current sandboxes and requests. Can be called from any thread."""
+        """Return the current state of the sandboxes and requests. Can be called from any thread."""
         with self._lock:
             state, now = self._state, time.monotonic()
             waiters = [state.waiters[ticket] for ticket in state.order()]
@@ -156,10 +156,10 @@ class Pool(Displayable, PoolCore[S]):
         return f"<Pool {s.sandbox_type} {counts}, size {s.size}>"
 
     def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
-        """Call `callback` with every future event, in order. Return a function that ends the subscription.
+        """Call `callback` with every future event, in order. Return a function that unsubscribes.
 
         The callback runs synchronously in the thread that caused the event and must be fast. It may use the pool. If it
-        raises, the pool warns once and continues.
+        raises an exception, the pool warns once and continues.
         """
         return self._listeners.subscribe(callback)
 
@@ -167,7 +167,7 @@ class Pool(Displayable, PoolCore[S]):
 
     @contextlib.asynccontextmanager
     async def lease(self, owner: str = "unnamed", timeout: float | None = None, *, run: str = "") -> AsyncIterator[S]:
-        """Async context manager that leases a sandbox: `async with pool.lease(owner="me") as sandbox`.
+        """Lease a sandbox within an async context manager: `async with pool.lease(owner="me") as sandbox`.
 
         For arguments and exceptions, see `acquire`.
         """
@@ -186,19 +186,19 @@ class Pool(Displayable, PoolCore[S]):
             owner: name of the holder, shown in snapshots and error messages.
             timeout: maximum time to wait, in seconds; None means the pool's `acquire_timeout`.
             run: name of the rollout. Rollouts take turns; requests of the same rollout are served in order of arrival.
-            queue: whether to wait until another lease is released. With False, wait only for a sandbox that is being
+            queue: whether to wait for the release of another lease. With False, wait only for a sandbox that is being
                 started, reset or replaced.
 
         Raises:
-            PoolTimeout: if no sandbox becomes free in time; the message then names the holders. With queue=False, also
-                if all sandboxes are leased or requested.
+            PoolTimeout: if no sandbox becomes free in time; the message names the holders. With queue=False, also if
+                all sandboxes are leased or requested.
             PoolClosed: if the pool is closed.
             SandboxError, IsolationError: if no sandbox can be started.
         """
         timeout = self.acquire_timeout if timeout is None else timeout
         deadline = time.monotonic() + timeout
         self._forget_closed_loops()
-        # Repeat if the granted sandbox has died. If the pool has been closed, the next request raises PoolClosed.
+        # Repeat if the granted sandbox has died. If the pool was closed, the next request raises PoolClosed.
         while True:
             slot = await self._request(owner, run, queue, deadline, timeout)
             with self._lock:
@@ -221,11 +221,11 @@ class Pool(Displayable, PoolCore[S]):
                 raise PoolTimeout(_timeout_message(self.snapshot(), timeout))
             return future.result()
         except GeneratorExit:
-            # This coroutine was garbage-collected with its event loop, possibly while this thread holds the lock. Do
-            # not dispatch here; `_forget_closed_loops` removes the request.
+            # This coroutine was garbage-collected with its event loop, possibly while this thread holds the lock, so do
+            # not dispatch here. `_forget_closed_loops` removes the request.
             raise
         except BaseException:
-            self._dispatch(self._state.cancelled, future)  # the request may just have been granted
+            self._dispatch(self._state.cancelled, future)  # also if the request has just been granted
             if future.done() and not future.cancelled():
                 future.exception()  # mark as retrieved
             raise
@@ -235,7 +235,7 @@ class Pool(Displayable, PoolCore[S]):
 
         Args:
             lease: a lease of this pool.
-            reusable: False closes the sandbox instead of resetting it.
+            reusable: whether the sandbox may be reset for another lease. With False, it is closed.
 
         Raises:
             SettingsError: if the lease belongs to another pool.
@@ -252,18 +252,18 @@ class Pool(Displayable, PoolCore[S]):
             resettable = callable(getattr(lease.sandbox, "reset", None))
             self._dispatch(self._state.released, slot, reusable and resettable and _is_reusable(lease))
         uses = slot.uses
-        # Wait until the sandbox has been reset or closed, or has been leased to another holder.
+        # Wait until the sandbox has been reset or closed, or leased to another holder.
         while slot.uses == uses and await self._wait_for_task(slot):
             pass
 
     def recycle(self, sandbox: int, *, close: bool = False) -> None:
-        """Reset or close a sandbox at a user's request. Repeated calls are harmless.
+        """Reset or close a sandbox at the request of a user. Repeated calls are harmless.
 
         If the sandbox is leased, the lease is revoked as if `max_lease` had passed, and the sandbox is replaced.
 
         Args:
             sandbox: number of the sandbox.
-            close: close the sandbox instead of resetting it.
+            close: whether to close the sandbox instead of resetting it.
 
         Raises:
             SettingsError: if there is no such sandbox.
@@ -282,7 +282,7 @@ class Pool(Displayable, PoolCore[S]):
         self._dispatch(self._state.close)
         for slot in list(self._tasks):
             await self._wait_for_task(slot)
-        self._finalizer()  # kill sandboxes whose `close` was scheduled on an event loop that has since been closed
+        self._finalizer()  # kill sandboxes whose `close` was scheduled on an event loop that is closed by now
 
     async def __aenter__(self) -> Self:
         return self
@@ -292,7 +292,7 @@ class Pool(Displayable, PoolCore[S]):
 
 
 def _is_reusable(lease: Lease[Any]) -> bool:
-    """Return False if a call of the lease was given up or has failed, and may go on or has changed the sandbox."""
+    """Return False if an abandoned or failed call may still be running or may have changed the sandbox."""
     ends_calls = getattr(lease.pool.sandbox_type, "ends_cancelled_calls", False)
     return not (lease.worker.busy if ends_calls else lease.worker.discarded)
 
@@ -318,7 +318,7 @@ def _timeout_message(s: PoolSnapshot, timeout: float) -> str:
 
 
 def _check_sandbox_type(sandbox_type: Any, options: dict[str, Any]) -> None:
-    """Raise SettingsError if `alive` or `kill` of the class is async, or the class does not accept the options."""
+    """Raise SettingsError if `alive` or `kill` is async, or if the class does not accept the options."""
     name = sandbox_type.__name__
     for method in ("alive", "kill"):
         if inspect.iscoroutinefunction(getattr(sandbox_type, method, None)):

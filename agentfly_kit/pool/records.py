@@ -16,11 +16,11 @@ Change = Literal[
 
 @dataclass(frozen=True, slots=True, repr=False)
 class SandboxInfo(Displayable):
-    """State of a sandbox at one moment.
+    """State of a sandbox at one point in time.
 
     Attributes:
         id, state: Number and state of the sandbox.
-        owner, turn: Name of the holder, and the holder's current turn, if set.
+        owner, turn: Name of the holder and its current turn, if set.
         uses: Number of leases so far, including the current lease.
         since: Time at which the sandbox entered this state (monotonic seconds).
     """
@@ -35,19 +35,19 @@ class SandboxInfo(Displayable):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PoolSnapshot(Displayable):
-    """State of a pool at one moment.
+    """State of a pool at one point in time.
 
     Attributes:
         sandbox_type: Name of the sandbox class.
         isolation: Isolation level in use. Before the first start, the requested level, or None for the best available.
         size: Maximum number of sandboxes.
         dead: Number of sandboxes so far that died or could not be reset.
-        closed: True after the pool was closed.
+        closed: Whether the pool has been closed.
         time: Time of the snapshot (monotonic seconds).
         waiters: Owners of the waiting requests, in the order in which they will be served.
         sandboxes: All sandboxes.
         error: Error of the most recent start, or None if it succeeded.
-        waiting_seconds: Seconds that each of the `waiters` has waited so far.
+        waiting_seconds: Time that each of the `waiters` has waited so far.
         recycled: Number of successful resets so far.
         failed_starts: Number of failed starts so far.
     """
@@ -67,7 +67,7 @@ class PoolSnapshot(Displayable):
 
     @property
     def leases(self) -> tuple[SandboxInfo, ...]:
-        """The leased sandboxes, the longest lease first."""
+        """Leased sandboxes, longest lease first."""
         return tuple(sorted((box for box in self.sandboxes if box.state == "leased"), key=lambda box: box.since))
 
     @property
@@ -77,12 +77,12 @@ class PoolSnapshot(Displayable):
 
     @property
     def idle(self) -> int:
-        """Number of sandboxes ready to be leased."""
+        """Number of sandboxes that are ready to be leased."""
         return self._count("idle")
 
     @property
     def starting(self) -> int:
-        """Number of sandboxes that are being started, or reset after a lease."""
+        """Number of sandboxes that are being started or reset."""
         return self._count("starting", "resetting")
 
     @property
@@ -96,10 +96,10 @@ class PoolSnapshot(Displayable):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class PoolEvent(Displayable):
-    """One change of a pool's state.
+    """A change in the state of a pool.
 
     Attributes:
-        sequence: Number of the event, counted from 1 without gaps.
+        sequence: Consecutive number of the event, starting at 1.
         kind: Kind of the change.
         sandbox: Number of the sandbox, or None if the event concerns a request or the whole pool.
         owner: Name of the holder or requester, if any.

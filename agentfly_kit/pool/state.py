@@ -1,10 +1,10 @@
 """State machine of a pool, without a clock, an event loop or I/O.
 
-Each event is a method of `PoolState`. `PoolState.apply(event, ...)` returns the effects of the event. The pool carries
-out these effects and reports their outcome as further events.
+Each event is a method of `PoolState`. `PoolState.apply(event, ...)` returns the effects of the event, which the pool
+carries out and whose outcome it reports as further events.
 
 A slot represents one sandbox. Its states are `starting -> idle <-> leased -> resetting -> idle`, and any state can be
-followed by `closing -> removed`. Closing slots count towards `size`, so there are never more than `size` sandboxes.
+followed by `closing -> removed`. Slots that are closing count towards `size`, so `size` is never exceeded.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from .records import Change, PoolEvent, SlotState
 
 # Maximum number of sandboxes that start concurrently.
 _MAX_STARTING = 8
-# Number of consecutive failed starts after which no sandbox is started for a while (see `PoolState`).
+# Number of consecutive failed starts after which starts are paused (see `PoolState`).
 _MAX_FAILURES = 3
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 
 
 @dataclass(slots=True, eq=False)
 class Slot:
-    """State of one sandbox, which may still be starting or closing."""
+    """State of one sandbox, which may be starting or closing."""
 
     id: int
     state: SlotState
@@ -44,7 +44,7 @@ class Slot:
 
 
 class Waiter(NamedTuple):
-    """A request waiting for a sandbox."""
+    """Request that is waiting for a sandbox."""
 
     owner: str
     run: str
@@ -53,7 +53,7 @@ class Waiter(NamedTuple):
 
 @dataclass(slots=True)
 class Effects:
-    """Actions that the caller of `apply` must carry out, and events to report, in order."""
+    """Actions that the caller of `apply` must carry out, and events that it must report in order."""
 
     start: list[Slot] = field(default_factory=list)
     reset: list[Slot] = field(default_factory=list)
@@ -65,11 +65,11 @@ class Effects:
 
 
 class PoolState:
-    """State of a pool, with the settings of `Pool`. `alive(slot)` checks a sandbox before it is leased.
+    """State of a pool with the settings of `Pool`. `alive(slot)` checks a sandbox before it is leased.
 
-    Circuit breaker: after three consecutive failed starts, or one permanent failure, starts are paused for a second.
-    The pause doubles with each further failure, up to a minute. During a pause, requests that no sandbox can serve are
-    refused with the error of the last start. After any failure, sandboxes are started one at a time until one starts.
+    A circuit breaker pauses starts for a second after three consecutive failed starts or one permanent failure. The
+    pause doubles with each further failure, up to a minute. During a pause, requests that no sandbox can serve are
+    refused with the error of the last start. After any failure, sandboxes are started one at a time until one succeeds.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class PoolState:
         self.size = size
         self.min_idle = min_idle
         self.slots: dict[int, Slot] = {}
-        # The slots in each state, in the order in which they entered it, so that events need not visit all slots.
+        # Slots in each state, in the order in which they entered it, so that events need not iterate over all slots.
         self._in_state: dict[SlotState, dict[int, Slot]] = {state: {} for state in get_args(SlotState)}
         self.waiters: dict[Any, Waiter] = {}  # ticket (any hashable object) -> waiter, in order of arrival
         self.closed = False
@@ -95,14 +95,14 @@ class PoolState:
         self.sequence = 0  # number of the last event
         self._alive = alive
         self._max_uses, self._max_lease = max_uses, max_lease
-        self._served: dict[str, int] = {}  # run -> number of its last grant
+        self._served: dict[str, int] = {}  # run -> sequence number of its last grant
         self._grants = 0
         self._next_slot = 1
         self._was_used = False
         self._now, self._effects = 0.0, Effects()  # time and effects of the current event
 
     def count(self, *states: SlotState) -> int:
-        """Return the number of slots in any of these states."""
+        """Return the number of slots in any of the given states."""
         return sum(len(self._in_state[state]) for state in states)
 
     def next_expiry(self) -> float:
@@ -125,7 +125,7 @@ class PoolState:
     def apply(self, event: Callable[..., None], *args: Any, now: float, may_start: bool = True) -> Effects:
         """Apply one event, lease idle sandboxes to waiting requests, start new sandboxes, and return the effects.
 
-        An event that does not fit the current state of its slot is outdated and ignored. If `may_start` is False, for
+        An event that does not match the current state of its slot is outdated and ignored. If `may_start` is False, for
         example because there is no event loop, no sandbox is started and no lease expires.
         """
         self._now, self._effects = now, Effects()
@@ -141,7 +141,7 @@ class PoolState:
     # --- events
 
     def requested(self, ticket: Any, owner: str, run: str = "", queue: bool = True) -> None:
-        """Event: a sandbox was requested. `run` is the name of a rollout, or ""; waiting rollouts take turns.
+        """Event: a sandbox was requested. `run` is the name of a rollout or ""; waiting rollouts take turns.
 
         With queue=False, the request is refused if it would have to wait for the release of a lease.
         """
@@ -174,7 +174,7 @@ class PoolState:
             self._move(slot, "idle")
 
     def start_failed(self, slot: Slot, error: BaseException, permanent: bool = False) -> None:
-        """Event: a sandbox failed to start. `permanent` means that another attempt would fail in the same way."""
+        """Event: a sandbox failed to start. If `permanent` is True, further attempts would fail in the same way."""
         if slot.state == "starting":
             self.failed_starts += 1
             self.failures = max(self.failures + 1, _MAX_FAILURES if permanent else 0)
@@ -186,7 +186,7 @@ class PoolState:
                 self.blocked_until = self._now + min(pause, _LONGEST_PAUSE)
 
     def released(self, slot: Slot, reusable: bool = True) -> None:
-        """Event: a lease was released. The sandbox is closed if it is not `reusable`."""
+        """Event: a lease was released. The sandbox is closed if `reusable` is False."""
         if slot.state == "leased":
             worn = reusable and self._max_uses is not None and slot.uses >= self._max_uses
             reason = f"used {slot.uses} times" if worn else ""
@@ -222,7 +222,7 @@ class PoolState:
             self._report("turn", slot.id, slot.owner, str(turn))
 
     def recycle(self, slot: Slot, close: bool = False) -> None:
-        """Event: a user asked to reset or close a sandbox. If it is leased, it is closed and the lease is revoked."""
+        """Event: a user requested to reset or close a sandbox. A leased sandbox is closed and its lease revoked."""
         if slot.state == "leased":
             self._revoke(slot, "recycled", f"{'closed' if close else 'reset'} by hand")
         elif close and slot.state != "closing":
@@ -231,10 +231,10 @@ class PoolState:
             self._move(slot, "resetting", "reset by hand")
 
     def wakeup(self) -> None:
-        """Event without an effect of its own. It lets `apply` check for expired leases and waiting requests."""
+        """Event without an effect of its own, so that `apply` checks for expired leases and waiting requests."""
 
     def close(self) -> None:
-        """Event: the pool is closed."""
+        """Event: the pool was closed."""
         if not self.closed:
             self.closed = True
             self._report("pool closed")
@@ -300,7 +300,7 @@ class PoolState:
             self._effects.grant.append((ticket, slot))
 
     def _start(self) -> None:
-        """Start the sandboxes that waiting requests and `min_idle` require, unless the circuit breaker prevents it."""
+        """Start the sandboxes required by waiting requests and `min_idle`, unless the circuit breaker prevents it."""
         if self._now < self.blocked_until:
             if not self.count("starting", "idle", "leased", "resetting"):
                 self._refuse_all(self.last_error)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Names of the policy losses in losses/surrogates.py.
 LossName = Literal["ppo", "reinforce", "gspo", "gmpo", "sapo", "cispo", "dppo"]
-# Losses whose value at a token depends on its whole row. They get padded rows; others get only the sampled tokens.
+# Losses whose value at a token depends on its whole row. They receive padded rows, others only the sampled tokens.
 _ROW_WISE = ("gspo", "gmpo")
 
 
@@ -36,54 +36,54 @@ class PPOConfig(Displayable):
 
     Args:
         loss: Policy loss: the name of a function in `af.losses`, or a function of (logprobs, old_logprobs, advantages,
-            mask), such as functools.partial(af.losses.cispo, bounds="upper"). A custom function gets the rows of one
-            micro-batch, (B, T) each and 0 where the mask is 0, and returns the loss of each token, (B, T), which
-            `aggregate` reduces.
-        aggregate: How per-token losses are reduced to one number: a mode of `af.losses.aggregate`, or a dict with
-            the mode under "how" and its options, such as {"how": "fixed", "denominator": 512.0}. Modes and losses that
+            mask), such as functools.partial(af.losses.cispo, bounds="upper"). A custom function receives the rows of
+            one micro-batch, (B, T) each and 0 where the mask is 0, and returns the loss of each token, (B, T), to be
+            reduced as set by `aggregate`.
+        aggregate: How per-token losses are reduced to a scalar: a mode of `af.losses.aggregate`, or a dict with the
+            mode under "how" and its options, such as {"how": "fixed", "denominator": 512.0}. Modes and losses that
             operate on sequences treat each row as a sequence, even if a trajectory has several rows.
         clip: Lower clip range: "ppo" clips the ratio at 1 - clip. None selects the default of the loss (0.2 for "ppo").
             `clip`, `clip_high` and `dual_clip` must be None if `loss` is a function; use functools.partial instead.
         clip_high: Upper clip range (clip-higher of DAPO). None selects the default of the loss (for "ppo", `clip`).
         dual_clip: Bound on the loss of a token with a negative advantage A: at most dual_clip * |A|; must be above 1.
             None sets no bound.
-        value_coef: Coefficient of the value loss. Used if the policy has a value head and the batch has returns.
-        value_clip: Largest difference between new and old values in the value loss, in units of reward. Larger
-            differences are clipped. None does not clip.
-        kl_coef: Coefficient of the KL penalty towards the reference policy. 0 uses no reference.
+        value_coef: Coefficient of the value loss, which is used if the policy has a value head and the batch returns.
+        value_clip: Maximum difference between new and old values in the value loss, in units of reward. Larger
+            differences are clipped. None disables clipping.
+        kl_coef: Coefficient of the KL penalty with respect to the reference policy. 0 disables the penalty.
         kl_kind: Estimator of the KL in the loss and in the statistics: "k1", "abs", "k2", "k3" or "k3+"; see
             `af.losses.kl`.
         kl_in: "loss" adds the KL penalty to the loss. With "reward", `train` subtracts it from the rewards before
             advantages are computed (see `shaped_rewards`), and `ppo_step` only reports the KL.
         kl_weighted: With kl_in="loss", whether to multiply the KL of each token by its probability ratio, which makes
-            the estimate and its gradient unbiased for samples of the old policy (`use_bias_correction_kl` in TRL).
-        entropy_coef: Coefficient of the entropy bonus, which is subtracted from the loss. 0 adds none.
+            the estimate and its gradient unbiased for samples from the old policy (`use_bias_correction_kl` in TRL).
+        entropy_coef: Coefficient of the entropy bonus, which is subtracted from the loss. 0 disables the bonus.
         epochs: Number of passes over the batch.
         minibatch: Number of trajectories per update, each with all of its rows. None uses all of them.
         micro_tokens: Maximum number of tokens per forward pass, including padding. It limits memory use and does not
             affect the result. None selects the default of the policy: 1,536 on a CPU, 32,768 on a GPU.
-        max_grad_norm: Norm to which gradients are clipped before each update. None does not clip.
-        target_kl: Limit of the approximate KL between the old and the new policy, in nats per token: once an update
+        max_grad_norm: Norm to which gradients are clipped before each update. None disables clipping.
+        target_kl: Limit on the approximate KL between the old and the new policy, in nats per token. If an update
             exceeds it, the step ends before the next minibatch. None sets no limit.
-        old_logprobs: Logprobs in the denominator of the probability ratio. "engine" uses those of the sampler,
-            "recompute" those of the policy before the first update. "auto" uses those of the sampler if the current
-            policy version sampled all tokens, and otherwise recomputes them. It compares the sampler's logprobs with
-            the policy's in the forward passes of the first update. If a difference (`stats.sampler_gap`) exceeds 1e-4,
-            or if all rows of the first minibatch are skipped, it recomputes the old logprobs of the whole batch and
-            starts that update again.
-        correction: Importance weights p_old / p_sampler of the tokens: "token", "sequence", or a dict of options of
+        old_logprobs: Logprobs in the denominator of the probability ratio. "engine" uses those of the sampler, and
+            "recompute" those of the policy before the first update. "auto" uses those of the sampler if all tokens
+            were sampled by the current policy version, and otherwise recomputes them. It compares the logprobs of
+            sampler and policy in the forward passes of the first update. If a difference (`stats.sampler_gap`) exceeds
+            1e-4, or if all rows of the first minibatch are skipped, the old logprobs of the whole batch are recomputed
+            and that update is restarted.
+        correction: Importance weights p_old / p_sampler of the tokens: "token", "sequence", or a dict of options for
             `af.losses.importance_weights`, such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. None applies no
             correction. Tokens sampled under top-p, top-k or min-p require a correction; their p_sampler is the
             probability in the truncated distribution.
         max_lag: Maximum number of updates since a token was sampled. A batch with an older token is rejected, because
             it carries little information about the current policy. None sets no limit.
-        autocast: "bfloat16" runs the model in bfloat16; weights, losses and the optimizer keep their own dtype. None
+        autocast: "bfloat16" runs the model in bfloat16, while weights, losses and the optimizer keep their dtype. None
             runs it in the dtype of its weights.
         checkpointing: Whether to recompute the activations inside layers in the backward pass instead of storing them,
             which saves memory and costs time.
 
     Raises:
-        SettingsError: If a value is invalid, or settings contradict each other.
+        SettingsError: If a value is invalid or settings contradict each other.
     """
 
     loss: LossName | Callable[..., Tensor] = "ppo"
@@ -109,7 +109,7 @@ class PPOConfig(Displayable):
     autocast: Literal["bfloat16"] | None = None
     checkpointing: bool = False
 
-    # See `check_settings`.
+    # Conditions in the form that `check_settings` expects.
     _limits: ClassVar[Mapping[str, Any]] = {
         "clip": "of at least 0",
         "clip_high": "of at least 0",
@@ -134,7 +134,7 @@ class PPOConfig(Displayable):
         check_settings(self, self._limits)
         check_choice("aggregate", self.aggregate_options().get("how"), losses.AggregateMode)
 
-        # The functions in af.losses validate their own options. Call them with one token to check the settings.
+        # The functions in af.losses validate their options, so call them with a single token to check the settings.
         one = torch.zeros(1, 1)
         loss = self.policy_loss()
         if not callable(self.loss):
@@ -149,7 +149,7 @@ class PPOConfig(Displayable):
         losses.aggregate(one, one == 0, trajectory_index=index, **options)
 
     def policy_loss(self) -> PolicyLoss:
-        """Return the policy loss with its clip options."""
+        """Return the policy loss with its clip options bound."""
         return PolicyLoss.resolve(self.loss, clip=self.clip, clip_high=self.clip_high, dual_clip=self.dual_clip)
 
     def correction_options(self) -> dict[str, Any]:
@@ -163,20 +163,20 @@ class PPOConfig(Displayable):
         return dict(given) if isinstance(given, Mapping) else {"how": given}
 
     def replace(self, **changes: Any) -> Self:
-        """Return a copy with other settings. Raise SettingsError if a value is invalid."""
+        """Return a copy with some settings changed. Raise SettingsError if a value is invalid."""
         return dataclasses.replace(self, **changes)
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A function of (logprobs, old_logprobs, advantages, mask) that returns the loss of each token."""
+    """Policy loss: a function of (logprobs, old_logprobs, advantages, mask) that returns the loss of each token."""
 
     function: Callable[..., Tensor]
-    name: str  # name of the function in `LossName`; empty for a custom function
+    name: str  # name of the function in `LossName`; "" for a custom function
 
     @classmethod
     def resolve(cls, loss: str | Callable[..., Tensor], **clips: float | None) -> PolicyLoss:
-        """Look up a loss by name and bind its clip options. An option that is None keeps its default."""
+        """Look up a loss by name and bind its clip options. Options that are None keep their defaults."""
         options = {name: value for name, value in clips.items() if value is not None}
         names = get_args(LossName)
         if callable(loss):
@@ -193,7 +193,7 @@ class PolicyLoss:
         return cls(functools.partial(function, **options) if options else function, loss)
 
     def __call__(self, logprobs: Tensor, micro: MicroBatch) -> Tensor:
-        """Return the loss of each sampled token times its weight, (N,). The sum is the policy loss."""
+        """Return the weighted loss of each sampled token, (N,). Their sum is the policy loss."""
         if self.name and self.name not in _ROW_WISE:
             sampled = torch.ones_like(micro.old_logprobs).bool()
             per_token = self.function(logprobs, micro.old_logprobs, micro.advantages, sampled)

@@ -1,6 +1,6 @@
-"""Communication between the processes of a training run.
+"""Communication between the processes of a distributed training run.
 
-Data parallelism within a PPO step: rows are distributed by token count; gradients and statistics are summed.
+A PPO step is data-parallel: rows are distributed by token count, and gradients and statistics are summed.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def _all_gather(value: T, size: int) -> list[T]:
 
 
 class WorkerGroup:
-    """Processes of a training run, given by its Accelerator, if any. All must call the methods in the same order.
+    """Processes of a training run, given by an Accelerator or None. All must call the methods in the same order.
 
-    A single process exchanges nothing.
+    A single process does not communicate.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -53,7 +53,7 @@ class WorkerGroup:
         return await run_in_thread(_all_gather, value, self.size)
 
     async def all_gather_or_raise(self, value: T | None, error: Exception | None = None) -> list[T]:
-        """Collect a value from every process, in order of rank. If any process passes an error, all processes raise."""
+        """Collect a value from every process, in order of rank. If one process passes an error, all processes raise."""
         failed = await self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
@@ -64,7 +64,7 @@ class WorkerGroup:
         return parts
 
     async def run_on_main(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function in a thread of the main process. All processes return the result, or raise if it fails."""
+        """Run a function in a thread of the main process. All processes return its result, or raise if it fails."""
         if self.is_single:
             return await run_in_thread(function, *args)
         value: T | None = None
@@ -79,7 +79,7 @@ class WorkerGroup:
     # --- a PPO step ---
 
     def check_same_batch(self, batch: Batch) -> None:
-        """Check that every process passed the same batch, by comparing row counts and sums of ids and advantages."""
+        """Check that all processes passed the same batch, by comparing row counts and sums of ids and advantages."""
         if self.is_single:
             return
         seen = [float(len(batch)), float(batch.ids.sum()), float(batch.advantages.nansum())]
@@ -91,7 +91,7 @@ class WorkerGroup:
             )
 
     def local_rows(self, batch: Batch, rows: Tensor) -> Tensor:
-        """Return this process's rows. Each row, longest first, goes to the process with the fewest tokens so far."""
+        """Return this process's rows. Longest first, each row is assigned to the process with the fewest tokens."""
         if self.is_single:
             return rows
         loads = [0] * self.size
@@ -104,7 +104,7 @@ class WorkerGroup:
         return rows[mine]
 
     def largest(self, value: float) -> float:
-        """Return the largest value of all processes, ignoring NaN, or NaN if all values are NaN."""
+        """Return the largest value over all processes, ignoring NaN, or NaN if all values are NaN."""
         if self.is_single:
             return value
         every = self.accelerator.gather(torch.tensor([value], dtype=torch.float64, device=self.accelerator.device))
@@ -120,7 +120,7 @@ class WorkerGroup:
             p.grad = g.view_as(p).clone()
 
     def sum_stats(self, sums: RunningStats, cancelled: bool) -> bool:
-        """Combine the statistics `sums` of all processes, in place. Return True if any process was cancelled."""
+        """Combine the statistics of all processes in place. Return True if any process was cancelled."""
         values = torch.cat([sums.values.cpu(), torch.tensor([float(cancelled)], dtype=torch.float64)])
         every = self.accelerator.gather(values[None].to(self.accelerator.device)).cpu()
         sums.values = torch.cat([every[:, :-2].sum(0), every[:, -2].amax(0, keepdim=True)])

@@ -37,10 +37,10 @@ def imitation_step(
     accelerator: Any = None,
     cancel: threading.Event | None = None,
 ) -> Stats:
-    """Update a policy to make the imitated actions of a batch more probable (supervised fine-tuning).
+    """Update a policy to increase the probability of the imitated actions of a batch (supervised fine-tuning).
 
-    The loss of a token is -weight * log p at temperature 1. Everything else is as in `ppo_step`: minibatches of whole
-    trajectories, prefix sharing, and weights that do not depend on the split into micro-batches.
+    The loss of a token is -weight * log p at temperature 1. Everything else works as in `ppo_step`: minibatches of
+    whole trajectories, prefix sharing, and token weights that do not depend on the split into micro-batches.
 
     Args:
         policy: Policy to update.
@@ -53,12 +53,12 @@ def imitation_step(
         cancel: Event that cancels the step at the next micro-batch; see `ppo_step`.
 
     Returns:
-        The statistics. Those of probability ratios are NaN if any token was not sampled. `entropy` is the mean of the
-        recorded entropies, and NaN if one is missing.
+        The statistics of the step. Those of probability ratios are NaN if any token was not sampled. `entropy` is the
+        mean of the recorded entropies, or NaN if any is missing.
 
     Raises:
-        AlignmentError: If the tensors of the batch do not fit together.
-        BatchError: If the batch was not made with `collate(imitate=)`, or was made with another tokenizer.
+        AlignmentError: If the tensors of the batch are inconsistent.
+        BatchError: If the batch was not created by `collate(imitate=)`, or was created with another tokenizer.
         SettingsError: If a setting that does not affect imitation was changed, or the optimizer is for another policy.
         TrainingError: If a gradient is not finite.
     """
@@ -85,26 +85,26 @@ async def imitate(
     lr: float = 1e-3,
     seed: int = 0,
 ) -> list[Stats]:
-    """Train a policy to imitate recorded actions of people, scripts, other policies or the policy itself.
+    """Train a policy to imitate recorded actions of people, scripts, other policies, or the policy itself.
 
     Args:
         policy: Policy to train.
         rollout: A rollout, a trajectory, or an iterable of trajectories.
         weights: Weights of the trajectories, at least 0; see `advantages` of `collate`. For rejection sampling, pass
-            `lambda rewards, groups: (rewards > 0).float()`. None weighs all trajectories equally.
+            `lambda rewards, groups: (rewards > 0).float()`. None weights all trajectories equally.
         authors: Authors whose actions are imitated; None for all.
         epochs: Number of passes over the trajectories.
         minibatch: Number of trajectories per update.
-        lr: Highest learning rate. It rises from 0 in the first 5 % of the updates, and falls linearly to a tenth of
-            this value.
+        lr: Peak learning rate. The rate rises from 0 during the first 5 % of the updates and decays linearly to a
+            tenth of the peak.
         seed: Seed for the order of trajectories.
 
     Returns:
         The statistics of each update.
 
     Raises:
-        AlignmentError: If a weight is negative or not finite, or the weights have the wrong shape.
-        BatchError: If there is nothing to imitate, or a trajectory has no token ids.
+        AlignmentError: If a weight is negative or not finite, or if the weights have the wrong shape.
+        BatchError: If there is nothing to imitate, or if a trajectory has no token ids.
         SettingsError: If `lr` is not a positive finite number.
     """
     batch = collate(rollout, weights, imitate=True if authors is None else authors)

@@ -1,4 +1,4 @@
-"""Inputs of a training step: checks, values computed before the first update, and the split into micro-batches."""
+"""Inputs of a training step: checks, values computed before the first update, and micro-batches."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PPOConfig
 from agentfly_kit.ppo.scoring import importance_weights, score
 
-# Largest difference, in nats, between logprobs of policy and sampler at which old_logprobs="auto" trusts the sampler.
+# Largest difference between logprobs of policy and sampler, in nats, at which old_logprobs="auto" uses the sampler's.
 EXACT_GAP = 1e-4
 
 
 @dataclass
 class MicroBatch:
-    """The b rows of w tokens of one forward pass, and the inputs of the loss at their N sampled tokens."""
+    """Inputs of one forward pass, b rows of w tokens, and of the loss at their N sampled tokens."""
 
     ids: Tensor  # (b, w)
     mask: Tensor  # (b, w) bool: True where the policy sampled the token
     temperatures: Tensor  # (b,)
     positions: tuple[Tensor, Tensor]  # row and column of each token in the batch
-    old_logprobs: Tensor  # (N,), as all others: denominator of the probability ratio
+    old_logprobs: Tensor  # (N,), like all fields below: denominator of the probability ratio
     advantages: Tensor
     token_weight: Tensor  # weight of each token's loss in the minibatch
-    importance_weights: Tensor | None  # those of `PPOConfig.correction`
+    importance_weights: Tensor | None  # from `PPOConfig.correction`
     ref_logprobs: Tensor | None
     values: Tensor  # predicted before the update; 0 if the batch has no values
     returns: Tensor | None
 
     def grid(self, values: Tensor) -> Tensor:
-        """Place the values of the N sampled tokens at their positions in the rows, (b, w), with 0 elsewhere."""
+        """Scatter the values of the N sampled tokens to their positions in the rows, (b, w), with 0 elsewhere."""
         return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)
 
 
 @dataclass(frozen=True)
 class StepInputs:
-    """A batch, and per-token values (B, T) that the step computes before the first update."""
+    """A batch and the per-token values, (B, T), that are computed before the first update."""
 
     batch: Batch
     old_logprobs: Tensor  # denominator of the probability ratio
     ref_logprobs: Tensor | None
-    importance_weights: Tensor | None  # those of `PPOConfig.correction`
+    importance_weights: Tensor | None  # from `PPOConfig.correction`
     sampler_gap: float  # largest difference between logprobs of sampler and policy, in nats; NaN if not compared
-    effective_sample_size: float  # of the importance weights, as a fraction; NaN without a correction
-    # Whether `old_logprobs` are the sampler's and must be compared with the policy's in the first update.
+    effective_sample_size: float  # for the importance weights, as a fraction; NaN without a correction
+    # Whether `old_logprobs` come from the sampler and must be compared with the policy's in the first update.
     is_provisional: bool = False
 
     @classmethod
@@ -65,7 +65,7 @@ class StepInputs:
         return replace(inputs._with_weights(config), is_provisional=config.old_logprobs == "auto")
 
     def recompute(self, policy: Policy, config: PPOConfig) -> StepInputs:
-        """Return a copy with the policy's logprobs as old logprobs. The policy must not have been updated."""
+        """Return a copy with old logprobs computed by the policy, which must not have been updated yet."""
         scored = score(policy, self.batch, "logprob", config)
         mask = self.batch.mask
         gap = float((scored[mask] - self.batch.logprobs[mask]).abs().max())
@@ -104,14 +104,14 @@ class StepInputs:
 
 
 def is_clipped(gradient: Tensor, micro: MicroBatch) -> Tensor:
-    """Return a mask (N,) of the clipped tokens: those with nonzero advantage but zero gradient of the policy loss."""
+    """Return a mask, (N,), of clipped tokens: those with nonzero advantage but zero gradient of the policy loss."""
     # A token with importance weight 0 has no gradient either, but is not clipped.
     clipped = (gradient == 0) & (micro.advantages != 0)
     return clipped if micro.importance_weights is None else clipped & (micro.importance_weights != 0)
 
 
 def check_optimizer(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Raise if the optimizer has parameters but none of them belong to this policy, so no weight would change."""
+    """Raise SettingsError if the optimizer contains no parameter of this policy, so that no weight would change."""
     check_instance("policy", policy, Policy, "an af.Policy")
     own = {id(parameter) for parameter in policy.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
@@ -122,7 +122,7 @@ def check_optimizer(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
 
 
 def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Policy | None) -> None:
-    """Raise if the batch has no advantages, does not belong to this policy, is stale, or does not fit the settings."""
+    """Raise an error if the batch lacks advantages, is for another policy, is stale, or conflicts with the settings."""
     check_instance("batch", batch, Batch, "a Batch such as af.collate(rollout, af.advantages.grpo)")
     batch.check()
     if not bool(torch.isfinite(batch.advantages[batch.mask]).all()):
@@ -137,7 +137,7 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
             "was made with another tokenizer"
         )
     _check_vocabulary(policy, batch)
-    if batch.imitation:  # the tokens may come from any policy or from none, so they have no probability ratio
+    if batch.imitation:  # the tokens may not have been sampled by this policy, so they have no probability ratio
         if config.loss != "reinforce" or config.old_logprobs != "engine":
             raise BatchError(
                 "ppo_step needs a batch of sampled tokens; use imitation_step for a batch of collate(imitate=)"
@@ -166,7 +166,7 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
 
 
 def _check_vocabulary(policy: Policy, batch: Batch) -> None:
-    """Raise BatchError if the token ids of a trajectory belong to another vocabulary than that of the policy."""
+    """Raise BatchError if the token ids of a trajectory belong to a different vocabulary than the policy's."""
     own = policy.chat.vocabulary
     remedy = "sample it with the chat of this policy, as af.envs.lookup.expert(policy) does"
     for trajectory in batch.trajectories:
@@ -174,7 +174,7 @@ def _check_vocabulary(policy: Policy, batch: Batch) -> None:
             raise BatchError(
                 f"trajectory {trajectory.id!r} was made with another tokenizer than that of the policy; {remedy}"
             )
-    # Trajectories from files of older versions and other programs: compare the texts that were recorded.
+    # For trajectories from older versions and other programs, compare the recorded token texts.
     unknown = [row for row, t in zip(batch.rows, batch.trajectories, strict=True) if t.vocabulary is None]
     recorded = {pair for row in unknown for pair in zip(row.ids.tolist(), row.token_texts, strict=True)}
     tokens = sorted({token for token, _ in recorded})
@@ -188,7 +188,7 @@ def _check_vocabulary(policy: Policy, batch: Batch) -> None:
 
 
 def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> list[Tensor]:
-    """Return the row indices of random minibatches of `size` trajectories, or of a single one if `size` is None."""
+    """Split the batch at random into minibatches of `size` trajectories, or one if None. Return their row indices."""
     trajectories = batch.trajectory_index.unique()
     order = trajectories[torch.randperm(len(trajectories), generator=generator)]
     return [torch.isin(batch.trajectory_index, part).nonzero()[:, 0] for part in order.split(size or len(order))]

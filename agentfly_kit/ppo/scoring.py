@@ -1,4 +1,4 @@
-"""Logprobs, weights and penalties of the tokens of a batch, computed before an update."""
+"""Logprobs, weights and penalties for the tokens of a batch, computed before an update."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from agentfly_kit.ppo.config import PPOConfig
 
 
 def precision(policy: Policy, config: PPOConfig) -> AbstractContextManager[Any]:
-    """Return a context manager that runs the model under `config.autocast`, or that does nothing if this is None."""
+    """Return a context manager that applies `config.autocast`, or does nothing if it is None."""
     if config.autocast is None:
         return contextlib.nullcontext()
     return torch.autocast(policy.device.type, dtype=torch.bfloat16)
 
 
 def score(policy: Policy, batch: Any, what: Any, config: PPOConfig) -> Tensor:
-    """Compute `what` ("logprob" or "entropy") for each token of a batch, without gradients, under `config.autocast`."""
+    """Compute `what` ("logprob" or "entropy") for each token of a batch without gradients, under `config.autocast`."""
     with precision(policy, config):
         return policy.score(batch, {what}, micro_tokens=config.micro_tokens)[what]
 
 
 def token_weights(batch: Batch, rows: Tensor, config: PPOConfig) -> Tensor:
-    """Return the weight of each token's loss in the loss of a minibatch: (B, T), 0 outside of `rows`.
+    """Return the weight of each token's loss in the loss of a minibatch, (B, T), with 0 outside of `rows`.
 
-    The loss of the minibatch is linear in the losses of its tokens, so its gradient contains the weights.
+    The loss of the minibatch is linear in the losses of its tokens, so its gradient consists of the weights.
     """
     options = config.aggregate_options()
     index = batch.trajectory_index[rows] if options["how"] == "trajectory_mean" else None
@@ -45,7 +45,7 @@ def token_weights(batch: Batch, rows: Tensor, config: PPOConfig) -> Tensor:
 
 
 def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> Tensor:
-    """Subtract a KL penalty towards the reference policy from the reward of every sampled token.
+    """Subtract a KL penalty with respect to the reference policy from the reward of every sampled token.
 
     The result, token_rewards - coef * KL(sampler || reference), is computed from the sampler's logprobs and
     `batch.ref_logprobs`. Pass these rewards, or their sum over each row, to an advantage estimator, as `train`
@@ -57,10 +57,10 @@ def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> 
     Args:
         batch: Batch with `ref_logprobs`.
         coef: Coefficient of the KL penalty.
-        kind: Estimator of the KL per token; see `af.losses.kl`.
+        kind: Estimator of the per-token KL; see `af.losses.kl`.
 
     Returns:
-        The rewards per token, (B, T), NaN where the mask is 0.
+        The token rewards, (B, T), NaN where the mask is 0.
 
     Raises:
         BatchError: If the batch has no reference logprobs.
@@ -76,12 +76,12 @@ def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> 
 
 
 def importance_weights(batch: Batch, old_logprobs: Tensor, config: PPOConfig) -> tuple[Tensor | None, float]:
-    """Compute the weights of `PPOConfig.correction`, (B, T), and their effective sample size, as a fraction."""
+    """Compute importance weights for `PPOConfig.correction`, (B, T), and their effective sample size as a fraction."""
     if config.correction is None:
         return None, math.nan
     options = config.correction_options()
     sampler = batch.logprobs
-    if batch.kept_mass is not None:  # recorded logprobs are those before truncation, so divide by the kept mass
+    if batch.kept_mass is not None:  # the recorded logprobs are from before truncation, so divide by the kept mass
         sampler = sampler - torch.where(batch.mask, batch.kept_mass, 1.0).log()
     weights = losses.importance_weights(old_logprobs, sampler, batch.mask, **options)
     level = options.get("level", "token")

@@ -1,4 +1,4 @@
-"""Statistics of an optimization step: sums over micro-batches, phase timings, and the per-token report."""
+"""Statistics of a training step: sums over micro-batches, phase timings, and the per-token report."""
 
 from __future__ import annotations
 
@@ -22,40 +22,41 @@ from agentfly_kit.ppo.scoring import score
 
 @dataclass(frozen=True, repr=False)
 class Stats(Displayable):
-    """Statistics of one `ppo_step`; means over action tokens unless documented otherwise.
+    """Statistics of one `ppo_step`, averaged over action tokens unless stated otherwise.
 
     Attributes:
         loss: Total loss, averaged over updates.
         policy_loss: Policy loss, averaged over updates.
-        approx_kl: k3 estimate of KL(old || new) in nats per token, from the forward passes of the last epoch. The mean
-            excludes rows that are skipped because their gradient is zero (see `dropped_groups`); with `target_kl`, no
-            row is skipped.
-        clip_fraction: Fraction of action tokens in the last epoch at which the clip made the gradient zero.
+        approx_kl: k3 estimate of KL(old || new) in nats per token, from the forward passes of the last epoch. Rows that
+            are skipped because their gradient is zero (see `dropped_groups`) are excluded; with `target_kl`, no row is
+            skipped.
+        clip_fraction: Fraction of action tokens in the last epoch with zero gradient due to clipping.
         entropy: Exact entropy at the sampling temperature, in nats per token.
         grad_norm: Gradient norm before clipping, averaged over updates.
         value_loss: Value loss, averaged over updates; NaN without a value loss.
-        kl_reference: KL to the reference policy, estimated with `kl_kind`, in nats per token.
-        explained_variance: Share of the variance of the returns that the values explain; NaN without values.
+        kl_reference: KL divergence from the reference policy, estimated with `kl_kind`, in nats per token.
+        explained_variance: Fraction of the variance of the returns explained by the values; NaN without values.
         ratio_max: 1 + the largest |ratio - 1|, where `ratio` is the probability ratio of a token.
-        effective_sample_size: Effective sample size with the weights of `correction=`, as a fraction of tokens or rows.
+        effective_sample_size: Effective sample size under the weights of `correction=`, as a fraction of tokens or
+            rows.
         sampler_gap: Largest difference between the logprobs of sampling engine and policy before the first update: over
             all rows if the old logprobs were recomputed, otherwise over the rows of the first minibatch that are not
-            skipped. NaN with old_logprobs="engine", and with "auto" if the current version sampled all tokens and all
-            rows are skipped.
+            skipped. NaN with old_logprobs="engine", and with "auto" if all tokens were sampled by the current version
+            and all rows are skipped.
         reward_mean: Mean reward of the trajectories in the batch.
-        reward_std: Standard deviation of the rewards of the trajectories in the batch.
+        reward_std: Standard deviation of the rewards of these trajectories.
         advantage_mean: Mean advantage of the action tokens.
         updates: Number of optimizer steps.
         rows: Number of rows in the batch.
         tokens: Number of action tokens in the batch.
         dropped_groups: Number of groups that were skipped because their gradient is exactly zero.
-        dropped: Number of excluded trajectories by reason: unscored, truncated, or the reason given by a filter.
-        stopped_early: Whether `target_kl` ended the step.
+        dropped: Number of excluded trajectories for each reason: unscored, truncated, or the reason given by a filter.
+        stopped_early: Whether the step ended early because of `target_kl`.
         lr: Learning rate of the policy.
         seconds: Wall-clock time of the step.
         phases: Seconds per phase: "old" (scoring before the first update), "forward", "backward", "optimizer".
-        detail: With `ppo_step(detail=True)`, per-token float32 arrays by name, (B, T), such as "ratio" and "clipped".
-        batch: The batch, with `ppo_step(detail=True)`.
+        detail: With `ppo_step(detail=True)`, per-token float32 arrays, (B, T), keyed by name, such as "ratio".
+        batch: With `ppo_step(detail=True)`, the batch.
     """
 
     loss: float
@@ -104,7 +105,7 @@ class RunningStats:
         self.values = torch.zeros(len(self.NAMES), dtype=torch.float64)
 
     def add(self, values: Mapping[str, Tensor]) -> None:
-        """Add the statistics of a micro-batch; missing statistics count as 0."""
+        """Add the statistics of a micro-batch. Missing statistics count as 0."""
         first = next(iter(values.values()))
         zero = first.new_zeros((), dtype=torch.float64)
         self.merge(torch.stack([values[name].detach().double() if name in values else zero for name in self.NAMES]))
@@ -118,12 +119,12 @@ class RunningStats:
         return float(self.values[self.NAMES.index(name)])
 
     def per_token(self, name: str) -> float:
-        """Return a statistic divided by the number of tokens; NaN without tokens."""
+        """Return a statistic divided by the number of tokens, or NaN if there are no tokens."""
         return self[name] / self["tokens"] if self["tokens"] else math.nan
 
 
 class PhaseTimer:
-    """Wall-clock seconds spent in each phase of a step."""
+    """Wall-clock time spent in each phase of a step, in seconds."""
 
     def __init__(self) -> None:
         self.seconds = {"old": 0.0, "forward": 0.0, "backward": 0.0, "optimizer": 0.0}
@@ -137,7 +138,7 @@ class PhaseTimer:
 
 
 def explained_variance(batch: Batch) -> float:
-    """Return 1 - Var(returns - values) / Var(returns); NaN without values or if the returns do not vary."""
+    """Return 1 - Var(returns - values) / Var(returns), or NaN if there are no values or the returns are constant."""
     if batch.values is None or batch.returns is None:
         return math.nan
     returns, values = batch.returns[batch.mask], batch.values[batch.mask]
@@ -148,14 +149,14 @@ def explained_variance(batch: Batch) -> float:
 def token_detail(
     policy: Policy, config: PPOConfig, loss: PolicyLoss, inputs: StepInputs, entropy: Tensor
 ) -> dict[str, Any]:
-    """Return per-token values before and after the step: float32 arrays (B, T) by name, NaN where the mask is 0.
+    """Return per-token values before and after the step, as float32 arrays (B, T) with NaN where the mask is 0.
 
-    `entropy` (B, T) is that before the step. "weight", "kl_reference", "value" and "return" are included if available.
+    `entropy`, (B, T), is from before the step. "weight", "kl_reference", "value" and "return" are included if known.
     """
     batch, old = inputs.batch, inputs.old_logprobs
     after = score(policy, batch, "logprob", config)
 
-    # A token counts as clipped if the policy loss, with all token weights 1, has zero gradient at its new logprob.
+    # A token counts as clipped if the policy loss, with token weights of 1, has zero gradient at its new logprob.
     micro = inputs.select(torch.arange(len(batch)), batch.mask.float(), torch.device("cpu"))
     logprobs = after[micro.positions].requires_grad_()
     gradient = torch.autograd.grad(loss(logprobs, micro).sum(), logprobs)[0]

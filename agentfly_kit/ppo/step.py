@@ -1,8 +1,8 @@
 """One PPO step on a batch: old logprobs, losses, gradients and optimizer updates.
 
-The result does not depend on padding, on how a minibatch is ordered or split, or on the number of processes, because
-token weights are computed over the whole minibatch first. The forward pass returns one logprob, value and entropy per
-sampled token, so that token-wise losses need no mask. Losses over rows and custom losses get (B, T) tensors and a mask.
+The result does not depend on padding, on the order or split of a minibatch, or on the number of processes, because
+token weights are first computed over the whole minibatch. The forward pass returns one logprob, value and entropy per
+sampled token, so token-wise losses need no mask. Losses over rows and custom losses receive (B, T) tensors and a mask.
 """
 
 from __future__ import annotations
@@ -60,17 +60,17 @@ def ppo_step(
 ) -> Stats:
     """Update a policy on the sampled tokens of a batch with PPO.
 
-    The step makes `config.epochs` passes over the batch, with one optimizer step per minibatch of trajectories.
+    The function makes `config.epochs` passes over the batch, with one optimizer step per minibatch of trajectories.
 
     Args:
         policy: Policy to update.
         optimizer: Optimizer of the policy, such as `af.adamw(policy)`.
-        batch: Batch with advantages, from `collate`.
-        config: Settings of the step; a `TrainConfig` works too.
+        batch: Batch with advantages, created by `collate`.
+        config: Settings of the step. A `TrainConfig` is also accepted.
         reference: Frozen reference policy for the KL; not used if the batch has `ref_logprobs`.
         seed: Seed for the order of trajectories in each epoch.
-        accelerator: Accelerator (of accelerate) whose processes share the rows of each minibatch. Each process
-            must have the same policy and pass the same batch (see `gather`). Sharded models are not supported.
+        accelerator: accelerate.Accelerator whose processes share the rows of each minibatch. Each process must have
+            the same policy and pass the same batch (see `gather`). Sharded models are not supported.
         detail: Whether to store per-token arrays of the step, (B, T), in `stats.detail`.
         cancel: Event that cancels the step at the next micro-batch or, with several processes, at the next update. The
             weights are then those of the last complete update.
@@ -79,9 +79,9 @@ def ppo_step(
         The statistics of the step.
 
     Raises:
-        AlignmentError: If the tensors of the batch do not fit together.
-        BatchError: If the batch has no advantages, is stale, or was made with another tokenizer or policy.
-        SettingsError: If the settings do not fit the batch, or the optimizer belongs to another policy.
+        AlignmentError: If the tensors of the batch are inconsistent.
+        BatchError: If the batch has no advantages, is stale, or was created with another tokenizer or policy.
+        SettingsError: If the settings are inconsistent with the batch, or the optimizer is for another policy.
         TrainingError: If a gradient is not finite. The weights are then those of the last complete update.
         asyncio.CancelledError: If `cancel` was set.
 
@@ -98,31 +98,31 @@ def ppo_step(
         warn_if_bfloat16_is_slow(policy.device)
     has_values = config.value_coef > 0 and policy.value_head is not None and batch.returns is not None
 
-    # Every process draws the same minibatches from the same seed, and computes a share of the rows of each minibatch.
+    # All processes draw the same minibatches from the same seed, and each computes some rows of every minibatch.
     generator = torch.Generator().manual_seed(seed)
     schedule = [minibatches(batch, config.minibatch, generator) for _ in range(config.epochs)]
     phases = PhaseTimer()
 
     with single_torch_thread(policy):
-        # Compute the reference logprobs and the importance weights, and also the old logprobs if the sampler's are not
-        # used.
+        # Compute the reference logprobs, the importance weights and, unless those of the sampler are used, the old
+        # logprobs.
         inputs = StepInputs.prepare(policy, batch, config, reference if config.kl_coef > 0 or detail else None)
         entropy_before = score(policy, batch, "entropy", config) if detail else None
         phases.lap("old")
 
-        # A row with zero advantage has zero gradient unless there is a KL, entropy or value term. Its forward pass is
+        # A row with zero advantages has zero gradient unless there is a KL, entropy or value term. Its forward pass is
         # skipped, but it still counts in every denominator and in the schedule of updates.
         live = batch.mask.any(1)
         if _only_advantage(loss, config, has_values):
             live = (torch.where(batch.mask, batch.advantages, 0.0) != 0).any(1)
 
         # If the sampling engine recorded all entropies, use them: they are exact and include those of skipped rows.
-        # Otherwise the forward pass computes entropies.
+        # Otherwise, compute them in the forward pass.
         entropies_known = not bool(torch.isnan(batch.entropies[batch.mask]).any())
         needs_entropy = config.entropy_coef > 0 or not (entropies_known or batch.imitation)
 
         def check_cancelled() -> None:
-            # Several processes are cancelled together, at the end of a minibatch.
+            # Several processes are cancelled together at the end of a minibatch.
             if ranks.is_single and cancel is not None and cancel.is_set():
                 raise _cancelled(optimizer)
 
@@ -137,8 +137,8 @@ def ppo_step(
             check_cancelled=check_cancelled,
         )
 
-        # Make one optimizer update per minibatch. Collect statistics in `totals` for the whole step and in `last_epoch`
-        # for the last epoch, from which the KL and the clip fraction are computed.
+        # Make one update per minibatch. Collect statistics in `totals` for the whole step and in `last_epoch` for the
+        # last epoch, from which the KL and the clip fraction are computed.
         totals, last_epoch = RunningStats(), RunningStats()
         updates, norms, tokens, stopped = 0, 0.0, 0, False
         for epoch in schedule:
@@ -150,7 +150,7 @@ def ppo_step(
                 optimizer.zero_grad(set_to_none=True)
                 sums, gap = accumulate(inputs, local, weights)
                 if inputs.is_provisional:  # in the first minibatch
-                    # All processes use the same old logprobs. If no process had a row to compare, `gap` is NaN.
+                    # All processes must use the same old logprobs. If no process had a row to compare, `gap` is NaN.
                     gap = ranks.largest(gap)
                     if gap <= EXACT_GAP or not bool(live.any()):
                         inputs = replace(inputs, sampler_gap=gap, is_provisional=False)
@@ -159,7 +159,7 @@ def ppo_step(
                         phases.lap("old")
                         optimizer.zero_grad(set_to_none=True)
                         sums, _ = accumulate(inputs, local, weights)
-                # If one process is cancelled, all are, so that their weights stay equal.
+                # If one process is cancelled, cancel all of them, so that their weights stay equal.
                 if not ranks.is_single:
                     ranks.sum_gradients(optimizer)
                     if ranks.sum_stats(sums, cancel is not None and cancel.is_set()):
@@ -190,7 +190,7 @@ def ppo_step(
         value_loss=totals["value_loss"] / updates if has_values else math.nan,
         kl_reference=_kl_reference(totals, inputs, config),
         approx_kl=last_epoch.per_token("approx_kl"),
-        clip_fraction=last_epoch["clipped"] / tokens,  # of all tokens, because skipped rows have no clipped token
+        clip_fraction=last_epoch["clipped"] / tokens,  # divide by all tokens, as skipped rows have no clipped tokens
         entropy=entropy,
         grad_norm=norms / updates,
         explained_variance=explained_variance(batch),
@@ -227,12 +227,12 @@ def _accumulate_gradients(
     value: bool,
     check_cancelled: Callable[[], None],
 ) -> tuple[RunningStats, float]:
-    """Add the gradients of the given rows to those of the policy's parameters, in micro-batches.
+    """Accumulate the gradients of the given rows in the policy's parameters, micro-batch by micro-batch.
 
     Returns:
-        The statistics, and the largest difference between old logprobs and the policy's if the former are provisional.
-        If the difference exceeds `EXACT_GAP`, it is infinite, and the remaining rows are not computed. It is NaN if
-        nothing was compared.
+        The statistics and, if the old logprobs are provisional, their largest difference from those of the policy. If
+        it exceeds `EXACT_GAP`, infinity is returned and the remaining rows are not computed. NaN means that nothing was
+        compared.
     """
     sums, gap = RunningStats(), math.nan
     for picked in policy.micro_batches(inputs.batch, rows, config.micro_tokens):
@@ -257,15 +257,15 @@ def _accumulate_gradients(
 def _objective(
     out: ForwardOutput, micro: MicroBatch, loss: PolicyLoss, config: PPOConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the objective of a micro-batch, to be minimized, and its statistics, summed over tokens."""
-    # Compute the policy loss: for "ppo", max(-ratio A, -clip(ratio) A), see losses/surrogates.py. Clipped tokens are
-    # those at which the gradient of this loss is 0 although the advantage is not.
+    """Return the objective of a micro-batch, which is minimized, and its statistics summed over tokens."""
+    # Compute the policy loss; for "ppo", max(-ratio A, -clip(ratio) A), see losses/surrogates.py. Clipped tokens are
+    # those at which its gradient is 0 although the advantage is not.
     objective = policy_loss = loss(out.logprob, micro).sum()
     policy_gradient = torch.autograd.grad(policy_loss, out.logprob, retain_graph=True)[0]
     log_ratio = (out.logprob - micro.old_logprobs).clamp(max=20.0)  # exp overflows float32 above 88
     stats = {"policy_loss": policy_loss}
 
-    # Add the KL penalty towards the reference policy.
+    # Add the KL penalty with respect to the reference policy.
     if config.kl_coef > 0 and config.kl_in == "loss":
         assert micro.ref_logprobs is not None
         kl = losses.kl(out.logprob, micro.ref_logprobs, config.kl_kind)
@@ -287,7 +287,7 @@ def _objective(
         if config.entropy_coef > 0:
             objective = objective - config.entropy_coef * (out.entropy * micro.token_weight).sum()
 
-    # Compute statistics of the probability ratio. approx_kl is the k3 estimate of KL(old policy || new policy).
+    # Compute statistics of the probability ratios. approx_kl is the k3 estimate of KL(old policy || new policy).
     stats["loss"] = objective
     with torch.no_grad():
         ratio = log_ratio.exp()
@@ -299,7 +299,7 @@ def _objective(
 
 
 def _only_advantage(loss: PolicyLoss, config: PPOConfig, has_values: bool) -> bool:
-    """Return whether rows with zero advantage change neither the gradient nor the decision to stop early."""
+    """Return True if rows with zero advantages affect neither the gradient nor early stopping."""
     kl_in_loss = config.kl_coef > 0 and config.kl_in == "loss"
     return (
         loss.name != ""
@@ -313,7 +313,7 @@ def clip_and_step(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_nor
     """Clip the gradients, make one optimizer step, increment the version, and return the norm before clipping."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
-        if p.grad is None:  # Adam's moments move a parameter even if the minibatch gives it no gradient
+        if p.grad is None:  # Adam's moments change a parameter even if it has no gradient in this minibatch
             p.grad = torch.zeros_like(p)
     norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
     if not bool(torch.isfinite(norm)):
@@ -332,13 +332,13 @@ def clip_and_step(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_nor
 async def ppo_step_async(
     policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch, config: PPOConfig = _DEFAULTS, **options: Any
 ) -> Stats:
-    """Run `ppo_step` in a thread, without blocking the event loop.
+    """Run `ppo_step` in a thread, so that it does not block the event loop.
 
     If the call is cancelled, the weights are those of the last complete update.
 
     Args:
         policy, optimizer, batch, config: As in `ppo_step`.
-        options: Other arguments of `ppo_step`, except `cancel`.
+        options: Further arguments of `ppo_step`, except `cancel`.
     """
     cancel = threading.Event()
     step = functools.partial(ppo_step, policy, optimizer, batch, config, cancel=cancel, **options)
@@ -346,13 +346,13 @@ async def ppo_step_async(
 
 
 def _cancelled(optimizer: torch.optim.Optimizer) -> asyncio.CancelledError:
-    """Discard the gradients, and return a CancelledError for the caller to raise."""
+    """Discard the gradients and return a CancelledError for the caller to raise."""
     optimizer.zero_grad(set_to_none=True)
     return asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last update")
 
 
 def _kl_reference(totals: RunningStats, inputs: StepInputs, config: PPOConfig) -> float:
-    """Return the mean KL to the reference policy, for both values of `kl_in`; NaN if no reference is used."""
+    """Return the mean KL divergence from the reference policy, or NaN if there is none."""
     if config.kl_coef == 0:
         return math.nan
     if config.kl_in == "loss":
@@ -374,13 +374,13 @@ def adamw(
 
     Args:
         policy: The policy to train.
-        lr: Learning rate of the model and of the trunk of a separate critic. The value head uses ten times this rate.
+        lr: Learning rate for the model and the trunk of a separate critic. The value head uses ten times this rate.
         betas: Decay rates of Adam's moments.
         weight_decay: Weight decay.
 
     Raises:
-        SettingsError: If `lr` is not a positive finite number, or the policy has weights of type float16, in which
-            Adam's epsilon is 0 and updates are hundreds of times too large.
+        SettingsError: If `lr` is not a positive finite number, or if the policy has float16 weights, for which Adam's
+            epsilon is rounded to 0 and updates are hundreds of times too large.
         PolicyError: If the model scales or soft-caps its logits, which `ppo_step` does not support.
 
     Source:  The default betas and the factor ten were chosen by measurements on the calculator task.

@@ -390,7 +390,7 @@ def _encodable(text: object) -> str | None:
 
 
 def death_message(limit: Limit | None, status: int | None, timeout: float = 0.0, closed: bool = False) -> str:
-    """Describe why the interpreter ended. `status` is its exit status, or None if unknown."""
+    """Return the reason why the interpreter ended. `status` is its exit status, or None if unknown."""
     if closed:
         return "the sandbox was closed"
     if limit == "time":

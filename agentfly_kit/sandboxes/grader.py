@@ -409,7 +409,7 @@ class Grading:
         return self.verdict(began, error)
 
     async def steps(self, text: str, setup: bool) -> tuple[str | None, bool]:
-        """Run a test, relaying its requests to the submission. Return (error or None, whether it made requests)."""
+        """Run a test, relaying its requests to the submission. Return (error or None, True if it made requests)."""
         step = await self.call_tests("begin", text=text, setup=setup)
         while "ask" in step:
             answer, _ = await self.call_half(self.work, "answer", question=step["ask"])

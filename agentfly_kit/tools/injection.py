@@ -58,7 +58,7 @@ def injection(annotation: Any) -> Injection | None:
 
 
 class InjectedFunction(Generic[P, R]):
-    """Base class of `Tool` and `Reward`: a user function with injected arguments, which can be called as before.
+    """Base class of `Tool` and `Reward`: a user function with injected arguments. Instances can be called like it.
 
     Attributes:
         function: The decorated function.

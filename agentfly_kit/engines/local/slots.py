@@ -63,7 +63,7 @@ class Request:
 class _Slot:
     # The request that runs in this slot; None if the slot is idle.
     request: Request | None = None
-    # The session whose history the slot holds.
+    # The session whose history is in the slot.
     session: str | None = None
     # Index of the engine step in which the slot was last used.
     last_used: int = 0
@@ -105,7 +105,7 @@ class SlotTable:
         self._slots[index].request = request
 
     def release(self, session: str) -> None:
-        """Forget a session, so that its slot can be reused."""
+        """Remove a session from the table, so that its slot can be reused."""
         slot = self.session_slot.pop(session, None)
         if slot is not None:
             self._slots[slot].session = None
@@ -130,7 +130,7 @@ class SlotTable:
                 self.cache.length[i] = 0
 
     def admit(self, request: Request, waiting: int, *, empty: bool) -> tuple[int, int] | None:
-        """Assign a slot to a request. Return the slot and how many ids it already holds, or None if no slot is idle.
+        """Assign a slot to a request. Return (slot, number of ids already in it), or None if no slot is idle.
 
         If every idle slot belongs to a session, slots are first added for all `waiting` requests, up to the limit. If
         `empty`, no common prefix is looked up, because the caller will copy the whole prompt.
@@ -145,7 +145,7 @@ class SlotTable:
         if not common and not empty:
             usable = np.array([slot.weights == self.weights for slot in self._slots])
             source, common = self.cache.longest_prefix(request.ids, own, usable)
-            if own is None:  # compute decoded keys again, because other chains affect which of them are still held
+            if own is None:  # compute decoded keys again, because other chains affect which of them are still cached
                 common = min(common, int(self.cache.prefilled[source]))
         common = min(common, len(request.ids) - 1)  # at least one token must be computed for its logits
         if own is None:
@@ -162,7 +162,7 @@ class SlotTable:
         return own, common
 
     def held_history(self, request: Request) -> int:
-        """Return how many ids the session's slot holds, or 0 if the request does not begin with these ids."""
+        """Return the number of ids in the session's slot, or 0 if the request does not begin with these ids."""
         own = self.session_slot.get(request.session)
         if own is None or self._slots[own].weights != self.weights:
             return 0

@@ -211,7 +211,7 @@ def open_buffer(handle: dict[str, Any], device: torch.device | None = None) -> t
 
     Args:
         handle: Handle of the buffer.
-        device: The GPU that holds the buffer, as a device of this process; not needed for host memory.
+        device: The GPU that contains the buffer, as a device of this process; not needed for host memory.
 
     Raises:
         OSError, RuntimeError, ValueError: If the buffer cannot be opened from this process.

@@ -57,7 +57,7 @@ sys.argv[:] = [""]
 class Container(Displayable):
     """Container isolation for sandboxes: `Pool(PythonSandbox, isolation=Container("python:3.12-slim"))`.
 
-    The code runs without root, capabilities or the ability to gain privileges, in a file system of its own that is
+    The code runs without root, capabilities or the ability to gain privileges, in a separate file system that is
     read-only except for /tmp. The engine enforces the sandbox's limits (memory, processes, CPU time, disk, network).
 
     Attributes:

@@ -101,7 +101,7 @@ class SandboxReport(Displayable):
 
 
 def sandbox_report(limits: Limits | None = None) -> SandboxReport:
-    """Report which isolation levels are available, how limits are enforced, and what is not isolated.
+    """Report the available isolation levels, how they enforce limits, and what they do not isolate.
 
     Takes about 0.1 s the first time.
 
@@ -145,7 +145,7 @@ def best() -> str:
 
 @functools.cache
 def warn_below_strict(level: str) -> None:
-    """Warn, once per process, that isolation=None selected a level below "strict", and how to change that."""
+    """Warn once per process that isolation=None selected a level below "strict", and say how to change that."""
     warnings.warn(
         f"sandboxes run at isolation={level!r} ({_DESCRIPTIONS[level]}), "
         f"because 'strict' is not available: {strict_unavailable_reason()}. "

@@ -39,7 +39,7 @@ def enter_user_namespace() -> None:
 
 
 def become(uid: int, namespace: int, folders: list[str]) -> None:
-    """Change from uid 0 to an unprivileged user and group without capabilities, who becomes the owner of `folders`.
+    """Change from uid 0 to an unprivileged user and group without capabilities, which become the owner of `folders`.
 
     The saved uid stays 0, because otherwise bwrap, which runs as uid 0, could not signal this process to end with it.
     Interpreters change their saved uid too. `namespace` is the descriptor of the user namespace, which bwrap leaves

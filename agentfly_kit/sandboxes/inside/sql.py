@@ -1,6 +1,6 @@
 """The part of a SQLSandbox that runs inside: a database in one file, without access to other files.
 
-This file runs after base.py and values.py in the same namespace. A query runs on a thread of its own, so that the main
+This file runs after base.py and values.py in the same namespace. A query runs on a separate thread, so that the main
 thread can receive the interrupt after a timeout and interrupt the query.
 """
 
