@@ -79,7 +79,7 @@ class Chains:
 
     @cached_property
     def right(self) -> npt.NDArray[np.bool_]:
-        """Mask of right scored chains: the answer contains the reference or, if that is unknown, the chain succeeds.
+        """Mask of scored chains that are right: the answer contains the reference or, if unknown, the chain succeeds.
 
         If no answer contains its reference, the field is assumed to contain something else, such as a query.
         """

@@ -282,7 +282,7 @@ class PolicyError(AgentFlyError):
 
 
 def is_host_failure(error: BaseException) -> bool:
-    """Return True for infrastructure failures, which leave a chain unscored, and False for errors caused by the model.
+    """Return True for infrastructure failures, which leave a chain unscored, and False for all other exceptions.
 
     A lost or refused connection is an infrastructure failure. A tool that connects to addresses chosen by the model
     must catch ConnectionError and raise ToolError.

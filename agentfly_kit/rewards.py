@@ -119,7 +119,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
             return await self.score(trajectory, context, turn=turn)
 
     async def score(self, trajectory: Trajectory, context: Context, *, turn: Turn | None = None) -> Score:
-        """Return the unweighted score. If the reward function raises an exception or times out, it is unscored."""
+        """Return the unweighted score. If the reward function raises or times out, the trajectory is unscored."""
         arguments: dict[str, Any] = {}
         # Use the original task fields, because tools may have modified the copy in `context`.
         fields = Fields(trajectory.task.fields)

@@ -136,7 +136,7 @@ class GroupedRewards:
 
 
 class EpisodeRows:
-    """Concatenates the rows of each trajectory to one long row, (B, T) -> (R, n T), and splits long rows again.
+    """Concatenates the rows of each trajectory into one long row, (B, T) -> (R, n T), and splits long rows again.
 
     The B rows of T tokens belong to R trajectories of at most n rows. Without `trajectory_index`, every row is a
     separate trajectory. The attribute `last_rows`, (R,), contains the index of each trajectory's last row.

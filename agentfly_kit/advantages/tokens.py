@@ -186,7 +186,7 @@ def reinforce_plus_plus_baseline(
     eps: float = 1e-6,
     trajectory_index: Groups | None = None,
 ) -> Tensor:
-    """Subtract the group mean from the reward of each row, assign it to all action tokens, and whiten over the batch.
+    """Subtract the group mean from each row's reward, assign the result to all action tokens, and whiten the batch.
 
     With `trajectory_index`, rewards are summed over all rows of a trajectory, which then counts once in the mean.
 

@@ -279,7 +279,7 @@ class Template:
         raise problem
 
     def _call_closing(self, action: Message, mark: str, tools: Schemas) -> str | None:
-        """Return the text between the last argument of a call and the end of the turn, or None if it is rejected."""
+        """Return the text between a call's last argument and the end of the turn, or None if the call is rejected."""
         key = json.dumps([action, [t.get("function", {}).get("name") for t in tools]], default=str).replace(mark, "")
         if key not in self._closings:
             text = self._probe(_USER, action, tools=tools)

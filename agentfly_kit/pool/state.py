@@ -141,7 +141,7 @@ class PoolState:
     # --- events
 
     def requested(self, ticket: Any, owner: str, run: str = "", queue: bool = True) -> None:
-        """Event: a sandbox was requested. `run` is the name of a rollout or ""; waiting rollouts take turns.
+        """Handle a request for a sandbox. `run` is the name of a rollout or ""; waiting rollouts take turns.
 
         With queue=False, the request is refused if it would have to wait for the release of a lease.
         """
@@ -155,7 +155,7 @@ class PoolState:
             self._report("waiting", None, owner)
 
     def cancelled(self, ticket: Any) -> None:
-        """Event: a request was cancelled or timed out, possibly after it had been granted."""
+        """Handle a request that was cancelled or timed out, possibly after it had been granted."""
         waiter = self.waiters.pop(ticket, None)
         if waiter is not None:
             self._report("cancelled", None, waiter.owner)
@@ -167,14 +167,14 @@ class PoolState:
                 self._move(slot, "idle")  # not used yet, so no reset is needed
 
     def started(self, slot: Slot) -> None:
-        """Event: a sandbox has started."""
+        """Handle the successful start of a sandbox."""
         if slot.state == "starting":
             self.failures = 0
             self.last_error = None
             self._move(slot, "idle")
 
     def start_failed(self, slot: Slot, error: BaseException, permanent: bool = False) -> None:
-        """Event: a sandbox failed to start. If `permanent` is True, further attempts would fail in the same way."""
+        """Handle a failed start of a sandbox. If `permanent` is True, further attempts would fail in the same way."""
         if slot.state == "starting":
             self.failed_starts += 1
             self.failures = max(self.failures + 1, _MAX_FAILURES if permanent else 0)
@@ -186,27 +186,27 @@ class PoolState:
                 self.blocked_until = self._now + min(pause, _LONGEST_PAUSE)
 
     def released(self, slot: Slot, reusable: bool = True) -> None:
-        """Event: a lease was released. The sandbox is closed if `reusable` is False."""
+        """Handle the release of a lease. The sandbox is closed if `reusable` is False."""
         if slot.state == "leased":
             worn = reusable and self._max_uses is not None and slot.uses >= self._max_uses
             reason = f"used {slot.uses} times" if worn else ""
             self._move(slot, "resetting" if reusable and not worn else "closing", reason)
 
     def was_reset(self, slot: Slot) -> None:
-        """Event: a sandbox was reset and can be leased."""
+        """Handle the successful reset of a sandbox, which can be leased again."""
         if slot.state == "resetting":
             self.recycled += 1
             self._move(slot, "idle")
 
     def died(self, slot: Slot, reason: str = "") -> None:
-        """Event: a sandbox was found dead, could not be reset, or failed its health check."""
+        """Handle a sandbox that was found dead, could not be reset, or failed its health check."""
         if slot.state != "closing":
             self.dead += 1
             self._report("died", slot.id, slot.owner, reason)
             self._move(slot, "closing")
 
     def removed(self, slot: Slot) -> None:
-        """Event: a sandbox was closed or killed and no longer exists."""
+        """Handle a sandbox that was closed or killed and no longer exists."""
         if self.slots.pop(slot.id, None) is not None:
             del self._in_state[slot.state][slot.id]
             if slot.state != "closing":
@@ -216,13 +216,13 @@ class PoolState:
             self._report("closed", slot.id)
 
     def turn_changed(self, slot: Slot, turn: object) -> None:
-        """Event: the holder of a lease reported its current turn."""
+        """Handle a change of the current turn reported by the holder of a lease."""
         if slot.state == "leased":
             slot.turn = turn
             self._report("turn", slot.id, slot.owner, str(turn))
 
     def recycle(self, slot: Slot, close: bool = False) -> None:
-        """Event: a user requested to reset or close a sandbox. A leased sandbox is closed and its lease revoked."""
+        """Handle a user's request to reset or close a sandbox. A leased sandbox is closed and its lease revoked."""
         if slot.state == "leased":
             self._revoke(slot, "recycled", f"{'closed' if close else 'reset'} by hand")
         elif close and slot.state != "closing":
@@ -231,10 +231,10 @@ class PoolState:
             self._move(slot, "resetting", "reset by hand")
 
     def wakeup(self) -> None:
-        """Event without an effect of its own, so that `apply` checks for expired leases and waiting requests."""
+        """Do nothing, so that `apply` only checks for expired leases and waiting requests."""
 
     def close(self) -> None:
-        """Event: the pool was closed."""
+        """Handle the closing of the pool."""
         if not self.closed:
             self.closed = True
             self._report("pool closed")

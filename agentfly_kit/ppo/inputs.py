@@ -188,7 +188,7 @@ def _check_vocabulary(policy: Policy, batch: Batch) -> None:
 
 
 def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> list[Tensor]:
-    """Split the batch at random into minibatches of `size` trajectories, or one if None. Return their row indices."""
+    """Return the row indices of random minibatches of `size` trajectories, or of all trajectories if it is None."""
     trajectories = batch.trajectory_index.unique()
     order = trajectories[torch.randperm(len(trajectories), generator=generator)]
     return [torch.isin(batch.trajectory_index, part).nonzero()[:, 0] for part in order.split(size or len(order))]
