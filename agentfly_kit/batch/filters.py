@@ -20,10 +20,10 @@ __all__ = ["drop_reasons", "equal_rewards", "overlong"]
 
 
 def equal_rewards(group: Group) -> str | None:
-    """Exclude groups whose rewards are all equal, including those with a single scored trajectory.
+    """Exclude groups whose scored rewards are all equal, such as those with a single scored trajectory.
 
     Without this filter, the advantages of such a group are exactly 0, but its tokens still count in the denominator of
-    a token mean. `TrainConfig(refill=)` replaces the excluded groups by sampling others.
+    a token mean. `TrainConfig(refill=)` samples other groups to replace the excluded ones.
 
     Source:  DAPO, arXiv 2503.14476, 3.2 ("dynamic sampling").
     """
