@@ -323,7 +323,10 @@ def _check_sandbox_type(sandbox_type: Any, options: dict[str, Any]) -> None:
     for method in ("alive", "kill"):
         if inspect.iscoroutinefunction(getattr(sandbox_type, method, None)):
             raise SettingsError(f"{name}.{method} must not be async, because the pool calls it without waiting")
-    signature = inspect.signature(sandbox_type)
+    try:
+        signature = inspect.signature(sandbox_type)
+    except ValueError:  # a class without a signature, such as dict
+        return
     try:
         signature.bind(**options)
     except TypeError as error:
