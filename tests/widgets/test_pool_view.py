@@ -129,7 +129,7 @@ async def test_pool_view_by_hand() -> None:
         await ask(view, "close", again.id)
         assert again.revoked == "closed by hand"
         await ask(view, "close", 99)
-        assert view._notice.startswith("SettingsError: sandbox must be the number of a sandbox in this pool (1)"), "it says so"
+        assert view._notice.startswith("SettingsError: sandbox must be the number of a sandbox in"), "it says so"
         await ask(view, "give_back", number)
         assert view.held == {} and pool.snapshot().leased == 0 and view._notice == ""
         await ask(view, "give_back", number)
