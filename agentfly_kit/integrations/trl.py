@@ -145,10 +145,16 @@ def advantage(args: Any) -> Callable[..., torch.Tensor]:
 
 
 def dataset(tasks: Iterable[Task]) -> Any:
-    """Convert tasks to a `datasets.Dataset` with the column "prompt" (messages) and the fields that all tasks have."""
+    """Convert tasks to a `datasets.Dataset` with the column "prompt" (messages) and the fields that all tasks have.
+
+    Raises:
+        SettingsError: If there are no tasks.
+    """
     from datasets import Dataset
 
     every = list(tasks)
+    if not every:
+        raise SettingsError("dataset needs at least one task, got none")
     shared = [name for name in every[0].fields if all(name in task.fields for task in every)]
     rows = [{"prompt": list(task.messages)} | {name: task.fields[name] for name in shared} for task in every]
     return Dataset.from_list(rows)
