@@ -8,6 +8,7 @@ import os
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 from agentfly_kit._display import Displayable
 
@@ -69,6 +70,7 @@ def doctor() -> Diagnosis:
             _containers(),
             _threads(),
             _policies(),
+            _models(),
         )
     )
 
@@ -206,3 +208,17 @@ def _policies() -> Check:
     if not names:
         return Check("policies", "no shipped policy is installed", False, "pip install -e .   # in a checkout")
     return Check("policies", ", ".join(names), True)
+
+
+def _models() -> Check:
+    from agentfly_kit.policy.gguf import models_folder
+
+    hub = os.environ.get("HF_HUB_CACHE") or os.path.join(os.environ.get("HF_HOME") or "~/.cache/huggingface", "hub")
+    found = [path.parent.name for path in sorted(models_folder().glob("*/config.json"))]
+    for path in sorted(Path(hub).expanduser().glob("models--*/snapshots/*/config.json")):
+        found.append(path.parts[-4].removeprefix("models--").replace("--", "/"))
+    if not found:
+        return Check(
+            "models", "no pretrained model is on this machine", None, "scripts/install smollm2   # in a checkout"
+        )
+    return Check("models", ", ".join(dict.fromkeys(found)), True)

@@ -7,6 +7,7 @@ import copy
 import hashlib
 import json
 import threading
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from agentfly_kit.chat.chat import Chat, History
 from agentfly_kit.errors import PolicyError, SettingsError
 from agentfly_kit.policy.cpu import warn_if_bfloat16_is_slow
 from agentfly_kit.policy.forward import LanguageModel, ScoreName
+from agentfly_kit.policy.gguf import gguf_file, load_gguf, models_folder
 from agentfly_kit.policy.value_head import Critic, ValueHead
 
 _VALUE_HEAD_PREFIX = "value_head."
@@ -99,10 +101,12 @@ class Policy(Displayable, LanguageModel):
         options: Mapping[str, Any] | None = None,
         **model_kwargs: Any,
     ) -> Policy:
-        """Load a policy from a folder in the layout of transformers, or by hub name.
+        """Load a policy from a folder in the layout of transformers, from a GGUF file, or by hub name.
 
         Args:
-            path: Folder of a model, hub name, or folder of a training run. For a run, the last checkpoint is loaded.
+            path: Folder of a model, hub name, GGUF file or a folder with one, "smollm2" for the model that
+                `scripts/install smollm2` adds, or folder of a training run, of which the last checkpoint is loaded.
+                The weights of a GGUF file are converted to `dtype`.
             value_head: True adds a value head to the policy's decoder, and "separate" to a copy of it (see `Critic`).
             lora: Rank of a LoRA adapter, or options of `peft.LoraConfig`. By default, the adapter covers all linear
                 layers. The model is frozen and only the adapter is trained; `reference()` then returns the base model.
@@ -125,10 +129,9 @@ class Policy(Displayable, LanguageModel):
         _check_value_head(value_head)
         _check_model_kwargs(model_kwargs, device)
         model_kwargs = {"trust_remote_code": False} | model_kwargs  # by default, transformers prompts on the terminal
-        tokenizer_kwargs = {k: v for k, v in model_kwargs.items() if k in _HUB_KEYWORDS}
         device = torch.empty(0, device=device or ("cuda" if torch.cuda.is_available() else "cpu")).device
         folder = _policy_folder(path)
-        path = str(folder.resolve()) if folder.is_dir() else str(path)  # adapters record the path of their base model
+        path = str(folder.resolve()) if folder.exists() else str(path)  # adapters record the path of their base model
         meta = read_json(folder / "policy.json")
         read_json(folder / "generation_config.json")  # if damaged, transformers would ignore it and its end tokens
         # If the folder contains an adapter, its config names the base model to load.
@@ -138,25 +141,24 @@ class Policy(Displayable, LanguageModel):
             if lora is not None:
                 raise SettingsError(f"lora must be None for a folder that contains an adapter, got {lora!r}")
             weights = str(read_json(folder / "adapter_config.json").get("base_model_name_or_path"))
-            if (folder / weights).is_dir():
+            if (folder / weights).exists():
                 weights = str(folder / weights)
 
         try:
             with loading(f"the policy {Path(path).name!r}"), _without_progress_bar():
-                from transformers import AutoModelForCausalLM, AutoTokenizer
-
-                model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, **model_kwargs)
+                model, tokenizer = _load_model(weights, path, {"dtype": dtype, **model_kwargs})
                 if "device_map" in model_kwargs:
                     device = model.device
                 else:
                     model.to(device)
-                tokenizer = AutoTokenizer.from_pretrained(path, **tokenizer_kwargs)
                 # The critic is a copy of the decoder, so create it before an adapter is added to the model.
                 critic = _make_critic(model).to(device) if value_head == "separate" else value_head
                 if has_adapter:
                     from peft import PeftModel
 
                     model = PeftModel.from_pretrained(model, str(folder), is_trainable=True)
+        except PolicyError:
+            raise
         except Exception as error:
             raise PolicyError(f"cannot load a policy from {path!r}: {type(error).__name__}: {error}") from error
         if lora is not None:
@@ -191,7 +193,8 @@ class Policy(Displayable, LanguageModel):
         meta = {"format": self.chat.format.name, "version": self.version, "chat": self.chat.settings()}
         description = json.dumps(meta, indent=1) + "\n"  # may raise, so do it before any file is written
         folder.mkdir(parents=True, exist_ok=True)
-        with self.lock, _without_progress_bar():
+        with self.lock, _without_progress_bar(), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Could not find a config file")  # a base model that is a GGUF file
             self.model.save_pretrained(folder)
             if self.value_head is not None:
                 (folder / _VALUE_HEAD_FILE).parent.mkdir(exist_ok=True)
@@ -311,9 +314,32 @@ class _FrozenBase(Policy):
         return f"Policy(base model of an adapter, {self.size:,} parameters, frozen, {self.device})"
 
 
+def _load_model(weights: str, tokenizer: str, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Load model and tokenizer from paths or hub names."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    if file := gguf_file(Path(weights)):
+        model, own = load_gguf(file, **options)
+        if tokenizer == weights:
+            return model, own
+    else:
+        found: Any = AutoModelForCausalLM.from_pretrained(weights, output_loading_info=True, **options)
+        model, report = found
+        if missing := sorted(report["missing_keys"]):  # transformers would initialize them at random
+            raise ValueError(f"the files lack {len(missing)} weights of the model, such as {missing[0]!r}")
+    hub = {name: value for name, value in options.items() if name in _HUB_KEYWORDS}
+    return model, AutoTokenizer.from_pretrained(tokenizer, **hub)
+
+
 def _policy_folder(path: str | Path) -> Path:
-    """Return the folder that contains the policy. If `path` is a training run, this is its last checkpoint."""
+    """Return the folder or GGUF file of the policy. If `path` is a training run, this is its last checkpoint."""
     folder = Path(path).expanduser()
+    if file := gguf_file(folder):
+        return file
+    if str(path) == "smollm2" and not folder.exists():
+        folder = models_folder() / "smollm2"
+        if not folder.exists():
+            raise PolicyError("the model smollm2 is not installed; in a checkout, run: scripts/install smollm2")
     if not folder.is_dir():
         if str(path).startswith((".", "/", "~")):
             raise PolicyError(f"path must be a folder written by Policy.save or a hub name, got {str(path)!r}")
