@@ -23,8 +23,10 @@ async def test_a_pretrained_model_answers_and_takes_a_step_with_an_adapter():
         return float(next(numbers) % 2)
 
     agent = af.Agent(af.LocalEngine(policy), chat=policy.chat, reward=alternating, sampling=af.Sampling(max_tokens=24))
-    rollout = await agent.rollout(af.tasks_from([{"question": "What is the capital of France?"}]), group_size=2)
-    assert all("Paris" in trajectory.final for trajectory in rollout.trajectories)
+    tasks = af.tasks_from([{"question": "What is the capital of France?"}])
+    greedy = await agent.replace(sampling=af.Sampling(temperature=0.0, max_tokens=24)).rollout(tasks)
+    assert greedy.trajectories[0].final == "The capital of France is Paris."
+    rollout = await agent.rollout(tasks, group_size=2)
     batch = af.collate(rollout, af.advantages.grpo)
     reference = policy.reference()
     old, frozen = (each.score(batch, {"logprob"})["logprob"] for each in (policy, reference))
@@ -33,4 +35,4 @@ async def test_a_pretrained_model_answers_and_takes_a_step_with_an_adapter():
     assert stats.grad_norm > 0
     new, kept = (each.score(batch, {"logprob"})["logprob"] for each in (policy, reference))
     assert (new - old)[batch.mask].abs().max() > 1e-5
-    assert torch.equal(kept, frozen)
+    assert torch.equal(kept[batch.mask], frozen[batch.mask])
