@@ -83,6 +83,12 @@ SUBMISSIONS = (
         af.errors.SettingsError,
         "got 'easy,openDoors'",
     ),
+    (
+        lambda: af.envs.scienceworld.rows(1, "test", kinds=("cook",)),
+        af.errors.SettingsError,
+        "no kind 'cook'",
+    ),
+    (lambda: af.envs.scienceworld.rows(1, "exam"), af.errors.SettingsError, "unknown split 'exam'"),
     (lambda: Corpus.load("nowhere.jsonl"), af.errors.TaskError, "nowhere.jsonl: no such file; its rows must have "),
     (lambda: Corpus([]), af.errors.SettingsError, "the corpus 'yours' is empty"),
     (lambda: Search(topk=0), af.errors.SettingsError, "topk must be an integer of at least 1, got 0"),
