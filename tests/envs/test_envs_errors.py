@@ -10,7 +10,7 @@ from test_envs import Guess
 
 import agentfly_kit as af
 from agentfly_kit.envs.alfworld import official
-from agentfly_kit.envs.chess.board import Board
+from agentfly_kit.envs.chess.board import from_fen
 from agentfly_kit.envs.competition import position, read_submission
 from agentfly_kit.envs.judge.judging import Judge, Rubric
 from agentfly_kit.envs.search import Corpus, Search
@@ -56,7 +56,7 @@ SUBMISSIONS = (
     ),
     (lambda: af.envs.alfworld.tasks_in("nowhere"), af.errors.SettingsError, "is not a folder; "),
     (lambda: official.Session("other.tw-pddl"), af.errors.SettingsError, "the game 'other.tw-pddl' does not exist"),
-    *((lambda fen=fen: Board.from_fen(fen), af.errors.SettingsError, "is not a valid position") for fen in POSITIONS),
+    *((lambda fen=fen: from_fen(fen), af.errors.SettingsError, "is not a valid position") for fen in POSITIONS),
     (lambda: af.envs.chess.tasks_in("nowhere.csv"), af.errors.TaskError, "no such file; Lichess publishes"),
     (lambda: af.envs.code.Code(seconds=0), af.errors.SettingsError, "seconds must be a positive finite number, got 0"),
     (
