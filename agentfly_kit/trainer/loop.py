@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import tempfile
 import time
@@ -102,6 +103,7 @@ def train(
     check_instance("agent", agent, Agent, "an af.Agent")
     check_instance("policy", policy, Policy, "an af.Policy")
     check_instance("config", config, TrainConfig | None, "an af.TrainConfig, or None for the defaults")
+    check_instance("run", run, str | os.PathLike | None, "a folder, or None for a temporary folder")
     group = WorkerGroup(accelerator)
     sampler = RolloutSampler(agent, policy, task_list(tasks), config or TrainConfig(), group, workers)
     return TrainRun(sampler, task_list(eval_tasks) if eval_tasks else [], run, resume, progress, teacher)

@@ -278,6 +278,14 @@ def test_classes_that_are_not_environments_are_rejected() -> None:
     class Silent:
         def reset(self, task: af.Task) -> None: ...
 
+    class Positional(Guess):
+        def reset(self, secret: int, /) -> None: ...  # type: ignore[override]
+
+    errors.check(
+        lambda: guesser(["x"], Positional),
+        af.errors.SettingsError,
+        "secret can only be passed by position; remove the '/'",
+    )
     errors.check(lambda: guesser(["x"], Nothing), af.errors.SettingsError, "Nothing is not an environment")
     errors.check(lambda: guesser(["x"], Silent), af.errors.SettingsError, "Silent has no tool")
 
