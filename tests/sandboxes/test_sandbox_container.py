@@ -10,6 +10,7 @@ import inspect
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -330,6 +331,22 @@ def test_python_that_ends_without_closing_leaves_nothing(engine: Podman):
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "ready\n", "")
     blocking_until(lambda: engine.names() == [])
+
+
+@pytest.mark.parametrize("way", ["destroy", "kill"])
+def test_an_interrupt_while_a_container_is_ended_leaves_nothing(
+    way: str, engine: Podman, monkeypatch: pytest.MonkeyPatch
+):
+    sandbox, loop = af.PythonSandbox(isolation=place(engine)), asyncio.new_event_loop()
+    loop.run_until_complete(sandbox.start())
+    handle: Any = sandbox._handle
+    with monkeypatch.context() as patch:
+        patch.setattr(handle, "close_channels", lambda: signal.raise_signal(signal.SIGINT))
+        errors.check(getattr(handle, way), KeyboardInterrupt)
+    blocking_until(lambda: engine.names() == [])
+    handle.disconnect()
+    sandbox.kill()
+    loop.close()
 
 
 def test_unstarted_containers_of_a_killed_process_are_removed(engine: Podman):
