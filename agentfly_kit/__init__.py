@@ -15,7 +15,7 @@ from typing import Any
 
 from agentfly_kit import _display
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 # In the strict mode of MKL, the rounding of a row of a matrix product does not depend on the number of rows, which
 # `LocalEngine` requires. MKL reads the variable when it is first called in the process.

@@ -100,7 +100,7 @@ class Chains:
 
     @cached_property
     def starts(self) -> dict[str, set[tuple[str, ...]]]:
-        """Texts before the first action, whoever its author is, keyed by task id."""
+        """Texts before the first action of any author, keyed by task id."""
         out: dict[str, set[tuple[str, ...]]] = {}
         for t in self.chains:
             turns = itertools.takewhile(lambda turn: not turn.completes_action, t.turns)

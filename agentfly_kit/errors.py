@@ -13,7 +13,6 @@ import inspect
 import math
 import numbers
 import operator
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
@@ -88,6 +87,7 @@ def check_value(name: str, value: Any, types: str = "float", limit: str = "") ->
     """Raise SettingsError unless `value` has one of the types, such as "int | None", and is within the limit.
 
     Integers are accepted as floats, but True and False are not accepted as numbers. NaN and infinity are rejected.
+    An invalid limit raises KeyError or ValueError for any value.
 
     Args:
         name: Name of the argument.
@@ -96,11 +96,13 @@ def check_value(name: str, value: Any, types: str = "float", limit: str = "") ->
         limit: Bounds of a number in words, such as "above 0 and at most 1".
     """
     first, *others = types.split(" | ")
-    fits = ("None" if value is None else type(value).__name__) in (first, *others)
+    parts = [part.rpartition(" ") for part in limit.removeprefix("of ").split(" and ") if part]
+    bounds = [(_BOUNDS[words], float(bound)) for words, _, bound in parts]
+    classes = (bool,) if isinstance(value, bool) else type(value).__mro__
+    fits = not {first, *others}.isdisjoint({"None"} if value is None else {c.__name__ for c in classes})
     if not isinstance(value, bool) and isinstance(value, numbers.Real):
         fits = isinstance(value, numbers.Integral) if first == "int" else first == "float" and math.isfinite(value)
-        for words, bound in re.findall(r"(at least|above|at most) (\S+)", limit):
-            fits = fits and _BOUNDS[words](value, float(bound))
+        fits = fits and all(within(value, bound) for within, bound in bounds)
     if not fits:
         what = " or ".join([f"{_TYPES[first]} {limit}".rstrip(), *(_TYPES[other] for other in others)])
         raise SettingsError(f"{name} must be {what}, got {value!r:.200}")
@@ -111,26 +113,21 @@ def check_settings(settings: Any, limits: Mapping[str, Any]) -> None:
 
     Args:
         settings: A dataclass. Fields whose annotations have other types than those in `_TYPES` are not checked.
-        limits: The limit for `check_value` or a Literal type with the allowed values, keyed by field name.
+        limits: The limit for `check_value` or a Literal type with the allowed values, keyed by field name. A limit that
+            cannot be checked raises KeyError or ValueError for any settings.
     """
-    for field in dataclasses.fields(settings):
-        value, limit = getattr(settings, field.name), limits.get(field.name, "")
+    fields = {field.name: str(field.type) for field in dataclasses.fields(settings)}
+    for name in {**fields, **limits}:
+        types, limit = fields[name], limits.get(name, "")
         if not isinstance(limit, str):
-            check_choice(field.name, value, limit)
-        elif _TYPES.keys() >= set(str(field.type).split(" | ")):
-            check_value(field.name, value, str(field.type), limit)
+            check_choice(name, getattr(settings, name), limit)
+        elif limit or _TYPES.keys() >= set(types.split(" | ")):
+            check_value(name, getattr(settings, name), types, limit)
 
 
 def check_count(name: str, value: Any, minimum: int = 1, *, optional: bool = False) -> None:
     """Raise SettingsError unless `value` is an integer of at least `minimum`. If `optional`, None is also allowed."""
     check_value(name, value, "int | None" if optional else "int", f"of at least {minimum}")
-
-
-def check_positive(what: str, /, **given: object) -> None:
-    """Raise SettingsError unless all arguments are a positive finite `what`, such as "number of seconds"."""
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < math.inf:
-            raise SettingsError(f"{name} must be a positive finite {what}, got {value!r}")
 
 
 def check_accepts(name: str, function: Any, *arguments: str) -> None:

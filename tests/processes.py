@@ -21,6 +21,14 @@ def running(command: str) -> set[int]:
     return found
 
 
+def alive(pid: int) -> bool:
+    """Return whether a process runs. A zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 def open_files() -> set[tuple[str, str]]:
     """Return the open descriptors of this process with what they refer to. Sockets and pipes have unique names."""
     found = set()

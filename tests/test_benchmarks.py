@@ -53,7 +53,7 @@ def test_every_part_runs_on_a_cpu(tmp_path: Path) -> None:
     assert results["ours"]["seconds per iteration"] > 0 and results["trl"]["seconds per iteration"] > 0
     assert found["times faster than TRL"] > 0
     if "not measured" not in results["vllm"]:
-        assert results["vllm"]["weight transfer"]["transport"].startswith("shm (the policy is on cpu")
+        assert results["vllm"]["weight transfer"]["GB per second"] > 0
 
 
 @pytest.mark.long

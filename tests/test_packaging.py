@@ -238,7 +238,7 @@ def requirement_names(lines: list[str]) -> set[str]:
 def test_what_is_imported_is_required() -> None:
     """Modules import core requirements (in widgets, also [lab]). Functions may import requirements of any extra."""
     core = requirement_names(PROJECT["project"]["dependencies"]) | {"pydantic-core"}  # released with pydantic
-    # TextWorld is in no extra, because it needs a GPL package and 350 MB; users install it (docs/environments.md).
+    # TextWorld is in no extra, because it takes 350 MB; users install it (docs/environments.md).
     anything = core.union(*(requirement_names(lines) for lines in EXTRAS.values())) | {"textworld"}
     distributions = packages_distributions()
     wrong = []

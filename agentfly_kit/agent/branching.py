@@ -116,7 +116,7 @@ class Branch(Displayable):
         name, room = min(limits.items(), key=lambda item: item[1])
         if room < group_size:
             raise SettingsError(
-                f"a group of {group_size} leaves runs as a whole, so {name} must be at least {group_size}, got {room}; "
+                f"a group of {group_size} chains runs as a whole, so {name} must be at least {group_size}, got {room}; "
                 f"increase it, or reduce group_size"
             )
         return int(room) // group_size

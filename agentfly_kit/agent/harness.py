@@ -29,7 +29,7 @@ from agentfly_kit.agent.progress import ChainHooks, ChainKey
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import encode_long, label, text_fields, token_fields
 from agentfly_kit.endpoint.endpoint import Endpoint
-from agentfly_kit.endpoint.reply import ChainEnded, Reply, ReplyCall, RequestError
+from agentfly_kit.endpoint.reply import ChainEnded, Reply, ReplyCall, RequestError, validating
 from agentfly_kit.errors import ChatTemplateError, SettingsError
 from agentfly_kit.samples import Sample, Sampling
 from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
@@ -201,7 +201,7 @@ class HarnessChain(BaseChain):
             stop: additional stop strings.
 
         Raises:
-            SettingsError: if the messages or tools are malformed or contain something other than text.
+            SettingsError, RequestError: if the messages or tools are malformed or contain something other than text.
             ChainEnded: if a limit has ended the chain, or the engine failed. Its attribute `stop` is the stop reason.
         """
         task = asyncio.ensure_future(self._serve(messages, tools, author, max_tokens, tuple(stop)))
@@ -227,12 +227,13 @@ class HarnessChain(BaseChain):
     ) -> Reply:
         async with self._in_order:
             self._check_running()
-            plain, schemas = plain_messages(messages, self._call_ids), plain_tools(tools)
             sampling = self.agent.sampling
-            sampling = sampling.replace(
-                max_tokens=min(sampling.max_tokens, max_tokens or sampling.max_tokens),
-                stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
-            )
+            with validating():
+                plain, schemas = plain_messages(messages, self._call_ids), plain_tools(tools)
+                sampling = sampling.replace(
+                    max_tokens=min(sampling.max_tokens, max_tokens or sampling.max_tokens),
+                    stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
+                )
             with self._exclusive("reply"):
                 try:
                     turn = await self._next_action(plain, schemas, author or self.agent.name, sampling)

@@ -112,7 +112,7 @@ class RolloutEvent(Displayable):
     result: Trajectory | None = None
 
 
-class ChainState(NamedTuple):
+class ChainProgress(NamedTuple):
     """State of one chain in a rollout.
 
     Attributes:
@@ -148,7 +148,7 @@ class RolloutSnapshot(Displayable):
 
     state: str
     seconds: float
-    chains: tuple[ChainState, ...] = field(repr=False)
+    chains: tuple[ChainProgress, ...] = field(repr=False)
 
     def count(self, *states: str) -> int:
         """Return the number of chains in any of the given states."""
@@ -160,14 +160,14 @@ class Progress:
 
     def __init__(self) -> None:
         self.listeners: Listeners[RolloutEvent] = Listeners("a rollout")
-        self._states: dict[str, ChainState] = {}
+        self._states: dict[str, ChainProgress] = {}
         self._running_calls: Counter[str] = Counter()
         self._sequence = 0
         self._started_at: float | None = None
         self._ended_at: float | None = None
 
     def add(self, key: ChainKey, task: Task) -> None:
-        self._states[key.id] = ChainState(key.id, task.id)
+        self._states[key.id] = ChainProgress(key.id, task.id)
 
     def start(self) -> None:
         self._started_at = time.perf_counter()
@@ -209,8 +209,8 @@ class Progress:
             self.listeners.notify(RolloutEvent(self._sequence, *event))
 
     def _next_state(
-        self, before: ChainState, kind: str, phase: str, state: str, turn: int, detail: str, seconds: float
-    ) -> ChainState:
+        self, before: ChainProgress, kind: str, phase: str, state: str, turn: int, detail: str, seconds: float
+    ) -> ChainProgress:
         """Return the state of a chain after an event. It stays "tool" until all concurrent calls have ended."""
         if kind == "tool":
             self._running_calls[before.trajectory] += 1 if phase == "start" else -1
@@ -220,11 +220,11 @@ class Progress:
             if phase == "start" and running > 1:
                 return before._replace(turn=turn, detail=f"{before.detail}, {detail}")
         shown = detail if (kind == "tool" and phase == "start") or kind == "chain" else ""
-        return ChainState(before.trajectory, before.task, state, turn, seconds, shown, before.reward)
+        return ChainProgress(before.trajectory, before.task, state, turn, seconds, shown, before.reward)
 
     def chain_state(
         self, key: ChainKey, done: Mapping[str, Trajectory], not_run: Mapping[str, str], waiting: set[str]
-    ) -> ChainState:
+    ) -> ChainProgress:
         """Return the current state of a chain. `waiting` contains the ids of chains that are waiting for a sandbox."""
         state = self._states[key.id]
         if key.id in not_run:

@@ -12,7 +12,7 @@ from agentfly_kit.agent.progress import ChainKey, RolloutEvent
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import is_long
-from agentfly_kit.errors import SettingsError, check_settings
+from agentfly_kit.errors import SettingsError, check_instance, check_settings
 from agentfly_kit.types import Task
 
 if TYPE_CHECKING:
@@ -76,8 +76,12 @@ class RolloutRequest:
         """Raise an error if the arguments are invalid, or if the agent or the workers cannot run this rollout."""
         limits = dict.fromkeys(("group_size", "max_concurrency"), "of at least 1")
         check_settings(self, {**limits, "index": "of at least 0"})
-        if not 0 <= self.share[0] < self.share[1]:
-            raise SettingsError(f"share must be (i, n) with 0 <= i < n, got {self.share!r}")
+        share: object = self.share
+        match share:
+            case (int(i), int(n)) if 0 <= i < n:
+                pass
+            case _:
+                raise SettingsError(f"share must be (i, n) with 0 <= i < n, got {share!r}")
         for name in ("budget", "group_budget"):
             limit = getattr(self, name)
             if limit is not None and limit.tokens is not None and not agent.exact:
@@ -86,6 +90,7 @@ class RolloutRequest:
                 )
             if limit is not None and limit.tool_calls is not None and agent.harness is not None:
                 raise SettingsError(f"{name}={limit} must not limit tool_calls: the harness runs its own tools")
+        check_instance("workers", workers, GroupWorkers | None, "the result of af.ray.workers, or None")
         if workers is not None:
             if self.budget is not None:
                 raise SettingsError(

@@ -13,7 +13,7 @@ from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import SettingsError, TaskError, check_accepts, check_instance, check_settings
-from agentfly_kit.pool.environment import is_environment, reset_arguments
+from agentfly_kit.pool.environment import check_reset, is_environment, reset_arguments
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.samples import Sampling
 from agentfly_kit.success import SuccessRule, check_success_rule
@@ -171,6 +171,8 @@ class AgentSettings(Displayable):
                     raise SettingsError(f"{name} must not be given with harness, which has its own loop")
         # Check pools here, because a chain leases a sandbox only at its first use and would fail late.
         pools = (self.pools,) if hasattr(self.pools, "acquire") else tuple(self.pools)
+        for pool in pools:
+            check_reset(pool.sandbox_type)
         required = (*tools.sandbox_types, *reward.sandbox_types, *(harness.sandbox_types if harness else ()))
         for sandbox_type in required:
             if not any(issubclass(pool.sandbox_type, sandbox_type) for pool in pools):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly_kit.endpoint.reply import Reply, RequestError
+from agentfly_kit.endpoint.reply import Reply, RequestError, validating
 
 MODEL = "policy"
 _MAX_CHOICES = 16
@@ -45,8 +45,9 @@ def read_request(body: Mapping[str, Any]) -> Request:
             raise RequestError(f"{name!r} is not supported")
     if body.get("top_logprobs"):
         raise RequestError("'top_logprobs' is not supported; use 'logprobs', which reports the sampled tokens")
-    if (body.get("n") or 1) > _MAX_CHOICES:
-        raise RequestError(f"'n' must be at most {_MAX_CHOICES}, got {body['n']}")
+    n = body.get("n") or 1
+    if not isinstance(n, int) or not 1 <= n <= _MAX_CHOICES:
+        raise RequestError(f"'n' must be an integer from 1 to {_MAX_CHOICES}, got {n!r}")
     choice = body.get("tool_choice")
     options = body.get("stream_options") or {}
     return Request(
@@ -55,7 +56,7 @@ def read_request(body: Mapping[str, Any]) -> Request:
         author=read_author(body),
         max_tokens=read_limit(body, "max_completion_tokens", "max_tokens"),
         stop=(stop,) if isinstance(stop := body.get("stop") or (), str) else tuple(stop),
-        n=body.get("n") or 1,
+        n=n,
         stream=bool(body.get("stream")),
         include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
@@ -169,7 +170,8 @@ async def answer(
     body: Mapping[str, Any], reply: Callable[..., Any], answer_id: str, warn: Callable[[str, str], None]
 ) -> tuple[dict[str, Any] | Iterator[str], dict[str, int]]:
     """Answer a chat completion request. Return a response object or an iterator over events, and the token counts."""
-    request = read_request(body)
+    with validating():
+        request = read_request(body)
     for key, text in request.warnings:
         warn(key, text)
     settings = {"author": request.author, "max_tokens": request.max_tokens, "stop": request.stop}

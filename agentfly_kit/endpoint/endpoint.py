@@ -140,7 +140,7 @@ class Endpoint(Displayable):
     # --- requests ---
 
     async def handle(self, method: str, path: str, body: bytes) -> Answer:
-        """Answer an HTTP request. Errors are returned as JSON, with status codes that clients do not retry."""
+        """Answer an HTTP request. Invalid requests get a JSON error with a status code that clients do not retry."""
         try:
             if path.endswith("/models") and method == "GET":
                 model = {"id": self.model, "object": "model", "created": 0, "owned_by": "agentfly_kit"}
@@ -152,8 +152,6 @@ class Endpoint(Displayable):
             return error_answer(str(error), error.status, error.code)
         except (AgentFlyError, RecursionError) as error:  # the messages or tools are invalid or too deeply nested
             return error_answer(str(error), 400, "invalid_request")
-        except (TypeError, AttributeError) as error:
-            return error_answer(f"a value of the request has a wrong type: {error}", 400, "invalid_request")
 
     async def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any] | Iterator[str]:
         if self._closed:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from agentfly_kit.errors import AgentFlyError
@@ -45,6 +47,15 @@ class RequestError(AgentFlyError):
         super().__init__(message)
         self.status = status
         self.code = code
+
+
+@contextmanager
+def validating() -> Iterator[None]:
+    """Context in which a TypeError or AttributeError is due to a value of a request, and is raised as RequestError."""
+    try:
+        yield
+    except (TypeError, AttributeError) as error:
+        raise RequestError(f"a value of the request has a wrong type: {error}", code="invalid_request") from error
 
 
 class ChainEnded(RequestError):

@@ -15,7 +15,7 @@ from agentfly_kit.endpoint.completions import (
     sse,
     usage,
 )
-from agentfly_kit.endpoint.reply import Reply, RequestError
+from agentfly_kit.endpoint.reply import Reply, RequestError, validating
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -181,14 +181,17 @@ async def answer(
     `earlier` maps the id of each earlier response to the conversation up to it, for `previous_response_id`.
     """
     previous = body.get("previous_response_id")
-    if previous is not None and previous not in earlier:
-        raise RequestError(f"'previous_response_id' must be the id of a response of this chain, got {previous!r:.80}")
-    messages = read_messages(body, earlier.get(str(previous), []))
-    for key, text in ignored(body):
+    with validating():
+        if previous is not None and previous not in earlier:
+            raise RequestError(
+                f"'previous_response_id' must be the id of a response of this chain, got {previous!r:.80}"
+            )
+        messages = read_messages(body, earlier.get(str(previous), []))
+        tools, author, limit = read_tools(body), read_author(body), read_limit(body, "max_output_tokens")
+        warnings = tuple(ignored(body))
+    for key, text in warnings:
         warn(key, text)
-    one = await reply(
-        messages, read_tools(body), author=read_author(body), max_tokens=read_limit(body, "max_output_tokens"), stop=()
-    )
+    one = await reply(messages, tools, author=author, max_tokens=limit, stop=())
     whole = response(one, answer_id, body)
     earlier[whole["id"]] = [*messages, reply_message(one)]
     return (events(whole) if body.get("stream") else whole), usage([one])

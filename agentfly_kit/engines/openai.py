@@ -21,7 +21,7 @@ from agentfly_kit.chat.chat import Chat
 from agentfly_kit.chat.text_chat import TextChat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.engines.http import SERVE_COMMAND, Refused, RetryingClient
-from agentfly_kit.errors import EngineError, SettingsError, check_choice, check_count, check_positive
+from agentfly_kit.errors import EngineError, SettingsError, check_choice, check_count, check_value
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
 from agentfly_kit.types import Message, ToolCall
 
@@ -97,7 +97,7 @@ class OpenAIEngine(Engine):
             raise EngineError(
                 f"weights must be 'auto', 'shm', 'http' or an address such as 'http://10.0.0.5:7000', got {weights!r}"
             )
-        check_positive("number of seconds", timeout=timeout)
+        check_value("timeout", timeout, limit="above 0")
         check_count("retries", retries, 0)
         self.base_url = base_url.rstrip("/")
         self.model = model

@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeGuard
 from agentfly_kit import task_files
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.family import Family, Move, existing_file, hash_split, row_id, shipped_rows
-from agentfly_kit.errors import SettingsError, TaskError, check_count, check_positive
+from agentfly_kit.errors import SettingsError, TaskError, check_count, check_value
 from agentfly_kit.sandboxes.grader import Grader
 from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.sandboxes.result import SandboxResult
@@ -51,7 +51,7 @@ class Code:
     """
 
     def __init__(self, *, partial: bool = True, seconds: float = 5.0, **sandbox: Any) -> None:
-        check_positive("number", seconds=seconds)
+        check_value("seconds", seconds, limit="above 0")
         self._sandbox = PythonSandbox(**({"packages": False} | sandbox))
         self._used = False
         self._partial = partial

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from agentfly_kit._async.pending_call import run_in_thread, wait_all
+from agentfly_kit._async.pending_call import run_in_thread, wait_all, warn_or_log
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.progress import RolloutEvent
@@ -32,7 +32,8 @@ __version__: str = sys.modules["agentfly_kit"].__version__
 
 # Maximum number of times that a group is run again because its worker died.
 _MAX_RETRIES = 3
-# Time in seconds to wait for a worker that Ray restarts, and interval between the attempts to reach it.
+# Time in seconds to wait for a worker that Ray restarts, and interval between the attempts to reach it. A cluster that
+# replaces a lost node takes a minute or more.
 _RESTART_SECONDS, _RETRY_SECONDS = 120.0, 0.5
 # Fields of an agent that `_describe` does not compare. The engine is sent separately, `Workers.check` ensures that the
 # chat and the pools are unchanged, and the other fields concern only the main process.
@@ -293,6 +294,10 @@ class Workers(Displayable):
                         results.put_nowait(error.cause if isinstance(error.cause, Exception) else error)
                     except ray.exceptions.RayError as error:  # the worker, its node or its result was lost
                         has_died = True
+                        warn_or_log(
+                            f"a worker started on {node} died ({type(error).__name__}); its group runs again. If no "
+                            f"worker is left, the rollout waits up to {_RESTART_SECONDS:g} s for Ray to restart one"
+                        )
                         if retries < _MAX_RETRIES:
                             waiting.put_nowait((number, retries + 1))
                         else:

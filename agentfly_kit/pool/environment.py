@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from agentfly_kit import seeds
-from agentfly_kit.errors import TaskError
+from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.types import Task
 
 
@@ -23,6 +23,16 @@ def is_environment(sandbox_type: type) -> bool:
         p.kind is p.VAR_KEYWORD or (p.default is p.empty and p.kind is not p.VAR_POSITIONAL)
         for p in _reset_parameters(sandbox_type)
     )
+
+
+def check_reset(sandbox_type: type) -> None:
+    """Raise SettingsError if the class is an environment whose `reset` cannot be called with keyword arguments."""
+    wrong = [p.name for p in _reset_parameters(sandbox_type) if p.kind is p.POSITIONAL_ONLY]
+    if wrong and is_environment(sandbox_type):
+        raise SettingsError(
+            f"the parameters of {sandbox_type.__name__}.reset are passed by name, but {', '.join(wrong)} can only be "
+            "passed by position; remove the '/'"
+        )
 
 
 def _reset_parameters(sandbox_type: type) -> list[inspect.Parameter]:

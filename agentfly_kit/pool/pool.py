@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar, cast
 
 from .._async.interrupts import keep_interruptible
 from .._display import Displayable
-from ..errors import PoolTimeout, SettingsError, check_count, check_positive, check_value, suggest_keyword
+from ..errors import PoolTimeout, SettingsError, check_count, check_value, suggest_keyword
 from .calls import is_alive
 from .core import PoolCore
 from .lease import Lease
@@ -84,9 +84,9 @@ class Pool(Displayable, PoolCore[S]):
         check_count("size", size)
         check_value("min_idle", min_idle, "int", f"of at least 0 and at most {size}")
         check_count("max_uses", max_uses, optional=True)
-        check_positive(
-            "number of seconds", start_timeout=start_timeout, max_lease=max_lease, acquire_timeout=acquire_timeout
-        )
+        times = {"start_timeout": start_timeout, "max_lease": max_lease, "acquire_timeout": acquire_timeout}
+        for name, seconds in times.items():
+            check_value(name, seconds, limit="above 0")
         state = PoolState(
             size, min_idle, alive=lambda slot: is_alive(slot.sandbox), max_uses=max_uses, max_lease=max_lease
         )

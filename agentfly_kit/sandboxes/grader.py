@@ -15,7 +15,7 @@ from typing import Any
 
 from agentfly_kit._display import Displayable
 
-from ..errors import SandboxError, SettingsError, ToolError, check_positive
+from ..errors import SandboxError, SettingsError, ToolError, check_value
 from .host.limits import Limits
 from .hosted import Files, HostedSandbox
 from .result import Limit, SandboxResult
@@ -256,7 +256,8 @@ def _check(source: str, cases: Sequence[object], timeout: float, total: float) -
         pair = isinstance(case, tuple | list) and len(case) == 2 and all(isinstance(each, str) for each in case)
         if not isinstance(case, str) and not pair:
             raise SettingsError(f"test {number} must be Python code or a pair (stdin, stdout), got {case!r}")
-    check_positive("number of seconds", timeout=timeout, total=total)
+    check_value("timeout", timeout, limit="above 0")
+    check_value("total", total, limit="above 0")
 
 
 class InvalidTest(Exception):

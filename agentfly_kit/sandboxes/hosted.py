@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
-from ..errors import SandboxError, SettingsError, ToolError, check_positive
+from ..errors import SandboxError, SettingsError, ToolError, check_value
 from .host.commands import INSIDE
 from .result import SandboxResult
 from .sandbox import Sandbox
@@ -57,7 +57,7 @@ class HostedSandbox(Sandbox):
 
     async def _call(self, name: str, timeout: float, **given: object) -> tuple[SandboxResult, dict[str, Any]]:
         """Call the program's function `name`. Return the result, and {"answer": return value} or, on failure, {}."""
-        check_positive("number of seconds", timeout=timeout)
+        check_value("timeout", timeout, limit="above 0")
         async with self._exclusive():
             return await self._send(name, timeout, **given)
 

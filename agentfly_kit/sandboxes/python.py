@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from ..errors import SandboxError, check_positive
+from ..errors import SandboxError, check_value
 from .result import SandboxResult
 from .sandbox import Sandbox
 
@@ -52,7 +52,7 @@ class PythonSandbox(Sandbox):
                  `start()` starts it again. Also raised if the code was held up for more than 30 s and ten times
                  `timeout`. Failures of the code itself are never raised.
         """
-        check_positive("number of seconds", timeout=timeout)
+        check_value("timeout", timeout, limit="above 0")
         async with self._exclusive():
             earlier = self._history
             self._history = (*earlier, (code, timeout, None))  # not replaced if this call is cancelled

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from ..errors import SandboxError, SettingsError, ToolError, check_choice, check_count, check_positive
+from ..errors import SandboxError, SettingsError, ToolError, check_choice, check_count, check_value
 from .hosted import COPY_SECONDS, HostedSandbox, file_chunks
 from .inside.values import decode
 from .result import SandboxResult
@@ -127,7 +127,7 @@ class SQLSandbox(HostedSandbox):
 
         Raises:  SandboxError if the sandbox is closed or cannot be restarted. Failures of the query are not raised.
         """
-        check_positive("number of seconds", timeout=timeout)
+        check_value("timeout", timeout, limit="above 0")
         async with self._exclusive():
             return await self._run(sql, timeout)
 

@@ -55,8 +55,32 @@ def _read_source(function: Callable[..., Any], code: pytypes.CodeType) -> str:
     return textwrap.dedent("".join(inspect.getblock(lines[first - 1 :])))
 
 
+def code_of(function: Callable[..., Any]) -> str:
+    """Return a string that changes only with the code of a function: its source without comments and docstrings.
+
+    Functions of this package are represented by their names, so that runs can be continued with a newer version. Source
+    that cannot be parsed on its own, such as that of some lambdas, is returned unchanged.
+    """
+    plain = underlying(function)
+    if _is_of_package(plain):
+        return f"agentfly_kit: {plain.__qualname__}"
+    try:
+        tree = ast.parse(source_of(plain))
+    except SyntaxError:
+        return source_of(plain)
+    defined = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for node in ast.walk(tree):
+        if isinstance(node, defined) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    return ast.unparse(tree)
+
+
+def _is_of_package(function: Any) -> bool:
+    return isinstance(function, pytypes.FunctionType) and function.__module__.partition(".")[0] == "agentfly_kit"
+
+
 def function_fingerprint(function: Callable[..., Any], *more: str) -> str:
-    """Return a hash (16 hex digits) of a function's source, the constants and user functions that it uses, and `more`.
+    """Return a hash (16 hex digits) of a function's code, the constants and user functions that it uses, and `more`.
 
     User functions are those defined in the module of `function` or outside installed packages. Constants and arguments
     of a `functools.partial` are included only if they are immutable (numbers, strings, tuples), because lists, dicts
@@ -65,11 +89,11 @@ def function_fingerprint(function: Callable[..., Any], *more: str) -> str:
     if isinstance(function, functools.partial):
         fixed = (function.args, tuple(sorted(function.keywords.items())))
         more = (*more, str([[_stable_repr(value) for value in values] for values in fixed]))
-    return digest(source_of(function), *more, *_referenced_values(underlying(function), set()))
+    return digest(code_of(function), *more, *_referenced_values(underlying(function), set()))
 
 
 def class_source(cls: type) -> str:
-    """Return the source of a class and its bases: their methods, with the functions and constants that these use.
+    """Return the code of a class and its bases: their methods, with the functions and constants that these use.
 
     Classes that are not user-defined are represented by their names.
     """
@@ -90,7 +114,7 @@ def class_source(cls: type) -> str:
                 if isinstance(part, type) and name == "_wraps":
                     lines.append(class_source(part))
                 elif isinstance(part, pytypes.FunctionType):
-                    lines += [source_of(part), *_referenced_values(part, seen)]
+                    lines += [code_of(part), *_referenced_values(part, seen)]
                 elif not name.startswith("__") and (text := _stable_repr(part)) is not None:
                     lines.append(f"{name} = {text}")
     return "\n".join(lines)
@@ -124,7 +148,7 @@ def _referenced_values(function: Callable[..., Any], seen: set[int]) -> list[str
     cells = dict(zip(code.co_freevars, getattr(function, "__closure__", None) or (), strict=False))
     lines = [f"defaults {_stable_repr(function.__defaults__)} {_stable_repr(function.__kwdefaults__)}"]
     outer, attributes = _names_read(code)
-    for name in sorted(outer):
+    for name in sorted(outer.intersection(cells) if _is_of_package(function) else outer):
         try:
             value = cells[name].cell_contents if name in cells else function.__globals__[name]
         except (KeyError, ValueError):  # a builtin, an attribute, or a closure cell that is still empty
@@ -140,7 +164,7 @@ def _referenced_values(function: Callable[..., Any], seen: set[int]) -> list[str
             if isinstance(helper, pytypes.FunctionType):
                 own = helper.__module__ == function.__module__
                 if own or _is_users(helper.__module__, helper.__code__.co_filename):
-                    lines += [f"{label} is {source_of(helper)}", *_referenced_values(helper, seen)]
+                    lines += [f"{label} is {code_of(helper)}", *_referenced_values(helper, seen)]
             elif label == name and (text := _stable_repr(value)) is not None:
                 lines.append(f"{name} = {text}")
     return lines

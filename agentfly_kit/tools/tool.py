@@ -131,8 +131,8 @@ class Tool(Displayable, InjectedFunction[P, R]):
         """Create a tool from the source code of one function, which runs only in the chain's `PythonSandbox`.
 
         This process only parses the source and never executes it. The function needs a docstring, and its parameters
-        need descriptions and types: str, int, float, bool, list, dict, Literal and unions of these. Each call defines
-        the function anew, so that other code in the sandbox cannot replace it.
+        need descriptions and types: str, int, float, bool, list, dict, Literal and unions of these. The
+        function is defined again before each call, because other code in the sandbox may have replaced it.
 
         Args:
             source: source code of the function, at most 64,000 characters. Imports must be inside the function.

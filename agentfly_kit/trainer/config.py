@@ -192,7 +192,9 @@ class TrainConfig(PPOConfig):
         check_instance("filters", self.filters, list | tuple, "a list of functions, such as af.filters.equal_rewards")
         for each in self.filters:
             is_group_filter(each)
-        check_instance("authors", self.authors, str | list | tuple | None, "a name, a tuple of names, or None for all")
+        names: Any = ("one name",) if isinstance(self.authors, str | None) else self.authors
+        if not (isinstance(names, list | tuple) and names and all(isinstance(name, str) for name in names)):
+            raise SettingsError(f"authors must be a name, a tuple of names, or None for all, got {self.authors!r}")
         if not isinstance(self.difficulty, str | None):
             check_accepts("difficulty", self.difficulty, "task")
         # Combinations in which a setting would be ignored or an estimator would lack its inputs.
@@ -200,10 +202,6 @@ class TrainConfig(PPOConfig):
         shaped = self.kl_in == "reward" and self.kl_coef > 0
         whole = (*_EXTENDED_ESTIMATORS, *TURN_ESTIMATORS, *TOKEN_ESTIMATORS)
         conflicts = [
-            (
-                self.authors in ((), []),
-                "authors must be a name, a tuple of names, or None for all, got no name",
-            ),
             (
                 name == "none" and self.teacher_coef == 0,
                 "teacher_coef must be above 0 with advantage='none', got 0",

@@ -14,7 +14,7 @@ from agentfly_kit._display import shorten
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.tasks import canonical_json
-from agentfly_kit.tools.inspection import class_source, function_fingerprint, source_of
+from agentfly_kit.tools.inspection import class_source, code_of, function_fingerprint
 
 if TYPE_CHECKING:
     from agentfly_kit.trainer.sampling import RolloutSampler
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def describe(value: Any) -> str:
     """Serialize a value to a string that is the same in every process.
 
-    A function is represented by a hash of its source code, and any other object without a JSON form by its type name.
+    A function is represented by a hash of its code, and any other object without a JSON form by its type name.
     """
     try:
         return canonical_json(value)
@@ -37,7 +37,7 @@ def describe(value: Any) -> str:
 
 
 def _as_json(value: Any) -> Any:
-    """Convert a setting to JSON values. Functions are represented by source code, fingerprint and bound arguments."""
+    """Convert a setting to JSON values. Functions are represented by code, fingerprint and bound arguments."""
     if isinstance(value, functools.partial):
         filled = [*map(repr, value.args), *(f"{k}={v!r}" for k, v in sorted(value.keywords.items()))]
         return {"function": _as_json(value.func), "with": filled}
@@ -47,7 +47,7 @@ def _as_json(value: Any) -> Any:
         return {f.name: _as_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if callable(value):
         function = value if hasattr(value, "__code__") else getattr(value, "function", type(value).__call__)
-        return {"source": source_of(function), "fingerprint": function_fingerprint(function)}
+        return {"source": code_of(function), "fingerprint": function_fingerprint(function)}
     return value
 
 
@@ -101,8 +101,10 @@ def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | Engine | 
             **({"show_exceptions": True} if agent.show_exceptions else {}),
             **({} if agent.harness is None else {"harness": _as_json(agent.harness.function)}),
         },
-        "tools": {t.name: {"source": t.source, "fingerprint": t.fingerprint} for t in agent.tools},
-        "reward": {r.name: {"source": r.source, "fingerprint": r.fingerprint} for r in agent.reward},
+        "tools": {
+            t.name: {"source": t.written or code_of(t.function), "fingerprint": t.fingerprint} for t in agent.tools
+        },
+        "reward": {r.name: {"source": code_of(r.function), "fingerprint": r.fingerprint} for r in agent.reward},
         # Sizes and time limits of pools are omitted, because waiting longer does not change a chain.
         "pools": {
             f"{i} {pool.sandbox_type.__name__}": {
@@ -117,10 +119,40 @@ def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | Engine | 
     }
 
 
+# Settings that change neither the chains nor the updates, so that a run continues with other values.
+_OPERATIONAL = ("max_concurrency", "evaluate_every", "checkpoint_every", "keep", "save_rollouts")
+# Settings that may change when iterations are added to a complete run.
+_EXTENDABLE = ("steps", "lr", "lr_end")
+
+
+def identity(fingerprint: Mapping[str, Any], *, without: tuple[str, ...] = ()) -> dict[str, Any]:
+    """Return the part of a fingerprint that must be equal to continue a run, without some settings of the config."""
+    left_out = {*_OPERATIONAL, *without}
+    config = {name: value for name, value in fingerprint["config"].items() if name not in left_out}
+    return {**fingerprint, "config": config}
+
+
+def adds_iterations(known: Mapping[str, Any], wanted: Mapping[str, Any], done: int) -> bool:
+    """Return whether `wanted` differs from a run with `done` recorded steps only by further iterations and their lr."""
+    same = identity(known, without=_EXTENDABLE) == identity(wanted, without=_EXTENDABLE)
+    return same and wanted["config"]["steps"] > known["config"]["steps"] == done
+
+
 def _teacher(teacher: Policy | Engine) -> str:
     if isinstance(teacher, Policy):
         return teacher.fingerprint()
     return str(getattr(teacher, "name", getattr(teacher, "model", "")))
+
+
+def without_code(fingerprint: Any) -> Any:
+    """Return a fingerprint without the code of its functions and classes, of which version 0.2 hashed the comments."""
+    if isinstance(fingerprint, list):
+        return [without_code(item) for item in fingerprint]
+    if isinstance(fingerprint, dict):
+        return {
+            name: without_code(value) for name, value in fingerprint.items() if name not in ("source", "fingerprint")
+        }
+    return fingerprint
 
 
 def differences(known: Any, wanted: Any, path: str = "") -> list[str]:

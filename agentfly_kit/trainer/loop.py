@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import shutil
 import tempfile
 import time
@@ -76,8 +77,9 @@ def train(
         tasks: Training tasks.
         config: Settings; None uses the defaults of `TrainConfig`.
         run: Folder of the run. If it contains a run with the same config, agent, tasks and initial policy, that run
-            is continued. If that run is complete, its recorded steps are replayed and its final weights are loaded.
-            None creates a temporary folder.
+            is continued. If that run is complete, its recorded steps are replayed and its final weights are loaded;
+            a larger `config.steps` then adds iterations, for which `lr` and `lr_end` may differ. None creates a
+            temporary folder.
         eval_tasks: Tasks to evaluate every `config.evaluate_every` iterations; this setting must be above 0.
         resume: Whether to continue a run in the folder. False discards its contents and starts from scratch.
         progress: Whether to show a progress bar. For curves, display `widgets.TrainView(run)` before awaiting the run.
@@ -102,6 +104,7 @@ def train(
     check_instance("agent", agent, Agent, "an af.Agent")
     check_instance("policy", policy, Policy, "an af.Policy")
     check_instance("config", config, TrainConfig | None, "an af.TrainConfig, or None for the defaults")
+    check_instance("run", run, str | os.PathLike | None, "a folder, or None for a temporary folder")
     group = WorkerGroup(accelerator)
     sampler = RolloutSampler(agent, policy, task_list(tasks), config or TrainConfig(), group, workers)
     return TrainRun(sampler, task_list(eval_tasks) if eval_tasks else [], run, resume, progress, teacher)

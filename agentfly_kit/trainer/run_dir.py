@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import torch
 
 from agentfly_kit._async.listeners import Listeners
+from agentfly_kit._async.pending_call import warn_or_log
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.rollout_io import atomic_write, dump_json
 from agentfly_kit.errors import RunError, RunMismatch
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.trainer.fingerprint import differences, flat_settings
+from agentfly_kit.trainer.fingerprint import adds_iterations, differences, flat_settings, identity, without_code
 from agentfly_kit.trainer.run_lock import LOCK_FILE, RunLock
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 KeepPolicies: TypeAlias = Literal["last", "best", "all"]
 
 _FORMAT = "agentfly_kit.run"
-_VERSION = 2
+# Up to version 2, written by 0.2, fingerprints depended on comments, docstrings and the source of this package.
+_VERSION = 3
 
 
 class Run(Displayable):
@@ -55,7 +57,10 @@ class Run(Displayable):
     # --- identity ---
 
     def check(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
-        """Return True if `resume` is True and the folder contains a run with this fingerprint.
+        """Return True if `resume` is True and the folder contains a run to continue.
+
+        It must have this fingerprint, except that settings such as `checkpoint_every` may differ, and that a complete
+        run may be continued with more steps and another learning rate.
 
         Raises:
             RunMismatch: If the folder contains a different run and `resume` is True. The message lists the differences.
@@ -78,8 +83,12 @@ class Run(Displayable):
         # The file is read even with resume=False, because a newer format must not be overwritten.
         if not resume:
             return False
-        if about["fingerprint"] != wanted:
-            lines = "\n".join(differences(about["fingerprint"], wanted))
+        known = about["fingerprint"]
+        if about.get("version", 0) < _VERSION:
+            known, wanted = without_code(known), without_code(wanted)
+        known, wanted = identity(known), identity(wanted)
+        if known != wanted and not adds_iterations(known, wanted, len(self.records)):
+            lines = "\n".join(differences(known, wanted))
             raise RunMismatch(
                 f"{self.path} holds a run with other settings:\n{lines}\n"
                 "use another folder, or resume=False to replace the run"
@@ -122,10 +131,20 @@ class Run(Displayable):
     def claim(self, fingerprint: dict[str, Any], *, resume: bool, start_version: int = 0) -> bool:
         """Return True if the folder contains a run to continue. Otherwise, replace its contents with a new run."""
         if self.check(fingerprint, resume=resume):
+            about = self._read_about()
+            if about.get("version", 0) < _VERSION:
+                warn_or_log(
+                    f"{self.path} was written by agentfly_kit 0.2, which identified functions in another way: changes "
+                    "to its functions since then are not detected"
+                )
+                self._write_about(about | {"version": _VERSION, "fingerprint": fingerprint})
+            elif (before := about["fingerprint"]["config"]["steps"]) != fingerprint["config"]["steps"]:
+                # Iterations are added to a complete run.
+                self._write_about(about | {"fingerprint": fingerprint, "first_step": before})
             return True
         about = {"format": _FORMAT, "version": _VERSION, "id": secrets.token_hex(8), "start_version": start_version}
         about["fingerprint"] = fingerprint
-        text = dump_json(about, "the run's fingerprint")
+        dump_json(about, "the run's fingerprint")
         try:
             for name in ("rollouts", "policies", "checkpoint", "checkpoint.before", "checkpoint.new"):
                 shutil.rmtree(self.path / name, ignore_errors=True)
@@ -135,10 +154,13 @@ class Run(Displayable):
                     file.unlink(missing_ok=True)
         except OSError as error:
             raise RunError(f"{self.path} cannot be prepared for a run ({error})") from error
-        with atomic_write(self.path / "run.json") as out:
-            out.write(json.dumps(json.loads(text), indent=1))
+        self._write_about(about)
         self._records = []
         return False
+
+    def _write_about(self, about: dict[str, Any]) -> None:
+        with atomic_write(self.path / "run.json") as out:
+            out.write(json.dumps(json.loads(dump_json(about, "the run's fingerprint")), indent=1))
 
     @property
     def start_version(self) -> int:
@@ -147,6 +169,11 @@ class Run(Displayable):
             return int(self._read_about().get("start_version", 0))
         except (OSError, ValueError, RunError):
             return 0
+
+    @property
+    def first_step(self) -> int:
+        """Number of steps before iterations were last added. The schedule of the learning rate begins there."""
+        return int(self._read_about().get("first_step", 0))
 
     def _own_files(self) -> set[Path]:
         """Return the lock file and temporary files left behind by a process that was killed during `claim`."""

@@ -44,6 +44,7 @@ class Updater:
         """Load the checkpoint `found`, or write the first checkpoint of the run if `found` is None."""
         policy, config, workers = self.policy, self.config, self.sampler.workers
         self.optimizer = adamw(policy, config.lr)
+        self._first_step = run.first_step
         if found is not None:
             if config.kl_coef > 0:
                 self.batch_builder.reference = await run_in_thread(checkpoint.load_reference, run, policy)
@@ -111,6 +112,7 @@ class Updater:
         """Return the learning rate for each parameter group, changing linearly from `lr` to `lr_end`."""
         config = self.config
         end = config.lr if config.lr_end is None else config.lr_end
-        now = config.lr + (end - config.lr) * (index / max(1, config.steps - 1))
+        first = self._first_step
+        now = config.lr + (end - config.lr) * ((index - first) / max(1, config.steps - 1 - first))
         # The learning rate of the value head is a fixed multiple of that of the policy.
         return [now * group.setdefault("scale", group["lr"] / config.lr) for group in self.optimizer.param_groups]

@@ -10,7 +10,7 @@ from test_harness import harnessed, solve
 
 import agentfly_kit as af
 from agentfly_kit.chat.text_chat import TextChat
-from agentfly_kit.errors import ChatTemplateError, RewardError, RunError, SettingsError, TaskError
+from agentfly_kit.errors import ChatTemplateError, RewardError, RunError, SettingsError, TaskError, check_settings
 
 STRING = "must be Task objects, got the string 'What is 2+3?'; af.tasks_from"
 HARNESS = "must not be given with harness"
@@ -42,6 +42,10 @@ def rewarded(completions: list[str], answer: str, **kwargs: Any) -> list[float]:
     (lambda: rollout([af.Task("u", TASK.messages)]), Exception, "answer"),
     (lambda: rollout(group_size=2.5), SettingsError, "group_size must be an integer of at least 1, got 2.5"),
     (lambda: rollout(share=(2, 2)), SettingsError, "share must be (i, n) with 0 <= i < n, got (2, 2)"),
+    (lambda: rollout(share=3), SettingsError, "share must be (i, n) with 0 <= i < n, got 3"),
+    (lambda: rollout(workers=3), SettingsError, "workers must be the result of af.ray.workers, or None, got 3"),
+    (lambda: check_settings(af.Budget(), {"tokens": "of at leat 1"}), KeyError, "at leat"),
+    (lambda: check_settings(af.Budget(), {"token": "of at least 1"}), KeyError, "token"),
     (lambda: rollout(group_size=0), SettingsError, "group_size must be an integer of at least 1, got 0"),
     (lambda: rollout(max_concurrency=0), SettingsError, "max_concurrency must be an integer of at least 1, got 0"),
     (lambda: rollout(budget=100), SettingsError, "budget must be an af.Budget or None, got 100"),
@@ -150,7 +154,7 @@ def train_branching(size: int) -> Any:
     (lambda: branched(coins(), 8, af.Branch(9)), SettingsError, "initial must be at most group_size=8, got 9"),
     (lambda: branched(coins(), 8, 3), SettingsError, "branch must be an af.Branch or None, got "),
     (lambda: branched(coins(), 8), SettingsError,
-     "a group of 8 leaves runs as a whole, so the pool of ForkingBox must be at least 8, got 4; increase it"),
+     "a group of 8 chains runs as a whole, so the pool of ForkingBox must be at least 8, got 4; increase it"),
     (lambda: branched(played(["5"]), 80), SettingsError, "so max_concurrency must be at least 80, got 64"),
     (lambda: branched(agent(engine=af.LocalEngine(agent().engine.policy, slots=8)), 40), SettingsError,
      "the slots of the engine must be"),
@@ -187,3 +191,16 @@ async def test_errors_of_branching(call: Any, error: type[Exception], text: str)
 )  # fmt: skip
 async def test_errors_of_harnesses(call: Any, error: type[Exception], text: str) -> None:
     await errors.check(call, error, text)
+
+
+class Few(af.Budget):
+    pass
+
+
+class Cold(af.Sampling):
+    pass
+
+
+async def test_subclasses_of_settings_are_accepted() -> None:
+    assert len(await rollout(budget=Few(turns=3), group_budget=Few(turns=3))) == 1
+    assert made(sampling=Cold(0.5)).sampling.temperature == 0.5

@@ -12,6 +12,7 @@ from test_harness import TASK, harnessed, run_one
 from waiting import until
 
 import agentfly_kit as af
+from agentfly_kit.endpoint import completions
 from agentfly_kit.endpoint.reply import RequestError
 
 
@@ -24,7 +25,10 @@ from agentfly_kit.endpoint.reply import RequestError
         ({"messages": [{"role": "assistant", "content": "a"}]}, "last message must not be the assistant's"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
         ({"top_logprobs": 3}, "'top_logprobs' is not supported"),
-        ({"n": 99}, "'n' must be at most 16"),
+        ({"n": 99}, "'n' must be an integer from 1 to 16, got 99"),
+        ({"n": 2.5}, "'n' must be an integer from 1 to 16, got 2.5"),
+        ({"max_tokens": "9"}, "wrong type"),
+        ({"messages": 5}, "wrong type"),
         ({"functions": [1]}, "'functions' is not supported"),
         ({"max_tokens": -1}, "max_tokens must be an integer of at least 1"),
         ({"tools": [{"type": "function"}]}, "tools: entry 0"),
@@ -45,6 +49,17 @@ async def test_bad_requests_are_rejected_by_name_and_the_chain_goes_on(body: dic
 
     t = await run_one(trying, ["x"])
     assert message in seen[0] and (t.stop, len(t.actions)) == ("answered", 1), seen
+
+
+async def test_a_fault_of_the_endpoint_is_not_reported_as_one_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "completion", lambda: None)  # a TypeError when it is called
+
+    async def asking(endpoint: af.Endpoint) -> str:
+        body = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+        await errors.check(lambda: endpoint.handle("POST", "/v1/chat/completions", body), TypeError, "<lambda>()")
+        return "5"
+
+    assert (await run_one(asking, ["x"])).stop == "answered"
 
 
 async def test_an_answer_after_the_end_is_refused() -> None:

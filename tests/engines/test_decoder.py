@@ -1,5 +1,6 @@
 """The KV cache, and the fused decoder of small models compared with the modules of the model."""
 
+import itertools
 from typing import Any
 
 import dice
@@ -68,15 +69,16 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 def both(made: Any, decoder: FusedLlamaDecoder) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the hidden states of the same chunks and decode steps from the modules and from the fused decoder."""
     ids = torch.randint(0, 90, (8, 42), generator=torch.Generator().manual_seed(1))
-    outs: list[list[torch.Tensor]] = [[], []]
-    for which in (0, 1):
-        cache = KVCache(8, 48)
-        for start, stop in ((0, 5), (5, 12), (12, 13), (13, 14), (14, 15), (15, 16), (16, 17), (17, 40), (40, 41)):
+
+    def states(forward: Any) -> torch.Tensor:
+        cache, parts = KVCache(8, 48), []
+        for start, stop in itertools.pairwise((0, 5, 12, 13, 14, 15, 16, 17, 40, 41)):
             positions = torch.arange(start, stop)[None].expand(8, -1)
             rows = torch.arange(8) if stop - start > 1 else 8
-            run = decoder if which else _modules_forward(made.get_decoder())
-            outs[which].append(run(cache, rows, ids[:, start:stop], positions, 0))
-    return torch.cat(outs[0], 1), torch.cat(outs[1], 1)
+            parts.append(forward(cache, rows, ids[:, start:stop], positions, 0))
+        return torch.cat(parts, 1)
+
+    return states(_modules_forward(made.get_decoder())), states(decoder)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])

@@ -10,7 +10,6 @@ import torch
 from test_fleet import servers
 
 import agentfly_kit as af
-from agentfly_kit.engines.vllm.buffers import open_buffer
 from agentfly_kit.engines.vllm.weight_transfer import ChunkReader, layout
 
 SLICE_FAULTS = {
@@ -76,16 +75,16 @@ def read(slices: list[Any]) -> list[Any]:
     (lambda: openai("localhost:8000"), af.errors.EngineError, "address"),
     (lambda: openai(tokens="maybe"), af.errors.SettingsError, "one of 'exact', 'none', got 'maybe'"),
     (lambda: openai(tokens="exact", weights="nccl"), af.errors.EngineError, "weights must be 'auto', 'shm', 'http' or"),
-    (lambda: openai(timeout=0), af.errors.SettingsError, "timeout must be a positive finite number of seconds, got 0"),
+    (lambda: openai(timeout=0), af.errors.SettingsError, "timeout must be a finite number above 0, got 0"),
     (
         lambda: openai(timeout=math.nan),
         af.errors.SettingsError,
-        "timeout must be a positive finite number of seconds, got nan",
+        "timeout must be a finite number above 0, got nan",
     ),
     (
         lambda: openai(timeout="60"),
         af.errors.SettingsError,
-        "timeout must be a positive finite number of seconds, got '60'",
+        "timeout must be a finite number above 0, got '60'",
     ),
     (lambda: fleet(shipped, af.Fleet([shipped()])), af.errors.EngineError, "other than a Fleet, got Fleet"),
     (
@@ -100,21 +99,11 @@ def read(slices: list[Any]) -> list[Any]:
     (differing, af.errors.EngineError, "value of vocab_size, got"),
     (lambda: layout([], 32), ValueError, "limit must be at least 64 bytes, got 32"),
     *((lambda slices=slices: read(slices), ValueError, "the next slice covers") for slices in SLICE_FAULTS.values()),
-    (
-        lambda: open_buffer({"transport": "ipc", "gpu_uuid": "GPU-1"}, torch.device("cpu")),
-        ValueError,
-        "is on GPU GPU-1, but this process uses no GPU",
-    ),
     (lambda: vllm([1] * 512, af.Sampling()), af.errors.EngineError, "leave no space"),
     (lambda: vllm([1, 10**6], af.Sampling()), af.errors.EngineError, "ids must be from 0 to"),
     (lambda: vllm([1], af.Sampling(temperature=0.001)), af.errors.EngineError, "got 0.001"),
     (lambda: vllm([1], af.Sampling(temperature=2.5)), af.errors.EngineError, "from 0.01 to 2.0"),
     (lambda: af.VLLMEngine("./nothing-here"), af.errors.EngineError, "no model found at"),
-    (
-        lambda: af.VLLMEngine(agents.shipped(), weights="nccl"),
-        af.errors.SettingsError,
-        "must be one of 'auto', 'ipc', 'shm', got 'nccl'",
-    ),
     (lambda: af.VLLMEngine(agents.shipped(), logprobs_mode="raw_logprobs"), af.errors.EngineError, "logprobs_mode"),
     (
         lambda: af.VLLMEngine(agents.shipped()).update(agents.random_policy()),

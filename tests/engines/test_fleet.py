@@ -174,10 +174,8 @@ async def test_an_engine_that_returns_with_other_weights_is_not_used() -> None:
 async def test_a_request_that_no_engine_accepts_excludes_no_engine() -> None:
     policy = agents.shipped()
     fleet = af.Fleet([af.LocalEngine(policy), af.LocalEngine(policy)])
-    await errors.check(lambda: fleet.sample([10**6], af.Sampling(), 0), af.errors.EngineError, "ids must be from 0 to")
-    await errors.check(
-        lambda: fleet.sample([1] * policy.max_length, af.Sampling(), 0), af.errors.EngineError, "leave no space"
-    )
+    for ids, words in (([10**6], "ids must be from 0 to"), ([1] * policy.max_length, "leave no space")):
+        await errors.check(lambda: fleet.sample(ids, af.Sampling(), 0), af.errors.EngineError, words)
     assert (await fleet.sample([1], af.Sampling(max_tokens=2), 0)).ids and states(fleet) == ["up", "up"]
 
 
@@ -285,15 +283,14 @@ async def test_a_policy_in_16_bits_has_another_tolerance() -> None:
 
 
 async def test_training_on_a_fleet_is_training_on_one_engine() -> None:
-    config = af.TrainConfig(steps=2, tasks_per_step=4, group_size=4)
-    curves = []
-    for count in (1, 3):
+    async def curve(count: int) -> list[list[float]]:
         policy = agents.fresh()
-        run = await af.train(
-            agents.agent(policy, engine=af.Fleet(servers(policy, count))), policy, agents.tasks(16), config
-        )
-        curves.append([[r[key] for key in ("reward", "loss", "sampler_gap")] for r in run.records])
-    assert curves[0] == curves[1]
+        agent = agents.agent(policy, engine=af.Fleet(servers(policy, count)))
+        config = af.TrainConfig(steps=2, tasks_per_step=4, group_size=4)
+        run = await af.train(agent, policy, agents.tasks(16), config)
+        return [[r[key] for key in ("reward", "loss", "sampler_gap")] for r in run.records]
+
+    assert await curve(1) == await curve(3)
 
 
 async def test_a_fleet_samples_ahead_with_a_lag_of_one_step() -> None:

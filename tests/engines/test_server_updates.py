@@ -128,7 +128,7 @@ def policy() -> af.Policy:
 @pytest.fixture
 async def pair(policy: af.Policy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
     """Two servers with the weights of the policy, which receive further weights in several chunks."""
-    monkeypatch.setattr(remote, "CHUNK", dict.fromkeys(remote.CHUNK, 200_000))
+    monkeypatch.setattr(remote, "CHUNK", 200_000)
     servers = PolicyServer(policy), PolicyServer(policy)
     yield servers
     for server in servers:

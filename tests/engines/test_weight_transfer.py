@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import inspect
 import itertools
 import json
 import random
@@ -19,13 +18,7 @@ from waiting import until
 
 import agentfly_kit as af
 from agentfly_kit.engines.vllm import buffers
-from agentfly_kit.engines.vllm.buffers import (
-    _CUDA_HANDLE_FIELDS,
-    SharedMemory,
-    TensorSlice,
-    ipc_unavailable_reason,
-    open_buffer,
-)
+from agentfly_kit.engines.vllm.buffers import SharedMemory, TensorSlice, open_buffer
 from agentfly_kit.engines.vllm.weight_transfer import (
     BufferNotOpened,
     ChunkReader,
@@ -242,18 +235,3 @@ async def test_cancelled_while_it_waits_for_the_policy_it_takes_no_lock_with_it(
         task.cancel()
         await errors.check(lambda: task, asyncio.CancelledError)
     await until(lambda: not policy.lock.locked())
-
-
-def test_why_not_over_cuda_ipc() -> None:
-    assert ipc_unavailable_reason(agents.shipped(), [""]) == "the policy is on cpu, not on a CUDA device"
-    other = agents.fresh()
-    other.model.register_buffer("elsewhere", torch.empty(1, device="meta"))
-    assert ipc_unavailable_reason(other, ["GPU-1"]) == "the policy is on 2 devices, cpu, meta"
-
-
-def test_torch_rebuilds_cuda_memory_from_what_is_sent() -> None:
-    """A torch version with other arguments must be detected even without a GPU."""
-    from torch.multiprocessing.reductions import rebuild_cuda_tensor
-
-    ours = {"tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device"}
-    assert set(inspect.signature(rebuild_cuda_tensor).parameters) == {*ours, "requires_grad", *_CUDA_HANDLE_FIELDS}

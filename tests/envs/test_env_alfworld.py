@@ -84,8 +84,7 @@ def test_observations_are_those_of_alfworld() -> None:
 def test_invalid_commands_change_nothing(command: str) -> None:
     house, before = kitchen(), kitchen()
     assert house.do(command) == NOTHING
-    assert house == before
-    assert vars(house) == vars(before)
+    assert house == before and vars(house) == vars(before)
 
 
 @pytest.mark.parametrize("size", ["small", "full"])
@@ -119,8 +118,7 @@ def test_goals_are_met_exactly_when_their_conditions_hold() -> None:
     for command in ("go to fridge 1", "open fridge 1", "take apple 1 from fridge 1", "go to microwave 1",
                     "heat apple 1 with microwave 1", "go to fridge 1", "cool apple 1 with fridge 1",
                     "go to countertop 1", "move apple 1 to countertop 1"):  # fmt: skip
-        assert not heat.met(house)
-        assert not two.met(house)
+        assert not heat.met(house) and not two.met(house)
         assert house.do(command) != NOTHING
     assert not heat.met(house), "it was cooled again"
     assert two.met(house)
@@ -198,21 +196,13 @@ def test_a_folder_of_alfworlds_games_becomes_tasks(tmp_path: Path) -> None:
 
 
 def test_invalid_folders_and_files_are_named(tmp_path: Path) -> None:
-    errors.check(
-        lambda: af.envs.alfworld.tasks_in(tmp_path),
-        af.errors.SettingsError,
-        re.compile(r"no games \(.*alfworld-download"),
-    )
-    (tmp_path / "game.tw-pddl").write_text("{", encoding="utf-8")
-    errors.check(
-        lambda: af.envs.alfworld.tasks_in(tmp_path),
-        af.errors.SettingsError,
-        re.compile(r"cannot read '.*game.tw-pddl' as a game"),
-    )
-    (tmp_path / "game.tw-pddl").write_text('{"grammar": ""}', encoding="utf-8")
-    errors.check(
-        lambda: af.envs.alfworld.tasks_in(tmp_path), af.errors.SettingsError, "has no pddl_domain, pddl_problem"
-    )
+    for name, text, words in (
+        ("readme.txt", "", r"no games \(.*alfworld-download"),
+        ("game.tw-pddl", "{", "cannot read '.*game.tw-pddl' as a game"),
+        ("game.tw-pddl", '{"grammar": ""}', "has no pddl_domain, pddl_problem"),
+    ):
+        (tmp_path / name).write_text(text, encoding="utf-8")
+        errors.check(lambda: af.envs.alfworld.tasks_in(tmp_path), af.errors.SettingsError, re.compile(words))
 
 
 def test_entities_have_the_names_that_alfworld_shows() -> None:

@@ -1,9 +1,8 @@
-"""chess: rules, puzzles, the defender, and files of Lichess."""
+"""chess: move notation, puzzles, the defender, and files of Lichess."""
 
-import importlib.util
 import json
-import random
 import re
+import sys
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -13,70 +12,30 @@ import pytest
 
 import agentfly_kit as af
 from agentfly_kit.envs.chess import puzzles
-from agentfly_kit.envs.chess.board import START, Board, Move
+from agentfly_kit.envs.chess.board import START, from_fen, mates, mating, read
 
 DATA = files("agentfly_kit._data").joinpath("chess")
 
 
-def count(board: Board, plies: int) -> int:
-    return sum(count(board.push(move), plies - 1) for move in board.legal()) if plies else 1
-
-
-@pytest.mark.parametrize(
-    ("fen", "plies", "moves"),
-    [
-        (START, 3, 8902),
-        ("r3k2r/p1ppqpb1/bn2pnp1/3PN3/1p2P3/2N2Q1p/PPPBBPPP/R3K2R w KQkq - 0 1", 2, 2039),
-        ("8/2p5/3p4/KP5r/1R3p1k/8/4P1P1/8 w - - 0 1", 3, 2812),
-        ("r3k2r/Pppp1ppp/1b3nbN/nP6/BBP1P3/q4N2/Pp1P2PP/R2Q1RK1 w kq - 0 1", 2, 264),
-        ("rnbq1k1r/pp1Pbppp/2p5/8/2B5/8/PPP1NnPP/RNBQK2R w KQ - 1 8", 2, 1486),
-    ],
-)
-def test_move_counts_are_the_known_ones(fen: str, plies: int, moves: int) -> None:
-    """The positions and counts are those of "Perft Results" in the Chess Programming Wiki."""
-    assert count(Board.from_fen(fen), plies) == moves
-    assert Board.from_fen(fen).fen == fen
-
-
-@pytest.mark.skipif(importlib.util.find_spec("chess") is None, reason="not installed: the extra [chess]")
-def test_python_chess_agrees_in_drawn_games() -> None:
-    import chess as theirs
-
-    rng = random.Random(5)
-    for _ in range(4):
-        board, other = Board.from_fen(START), theirs.Board()
-        for ply in range(60):
-            legal = list(board.legal())
-            assert sorted(map(str, legal)) == sorted(m.uci() for m in other.legal_moves), board.fen
-            assert (board.mate, board.check, board.stalemate) == (
-                other.is_checkmate(), other.is_check(), other.is_stalemate())  # fmt: skip
-            if not legal:
-                break
-            move = rng.choice(legal)
-            if ply % 6 == 0:
-                assert board.san(move) == other.san(theirs.Move.from_uci(str(move))), board.fen
-            board = board.push(move)
-            other.push_uci(str(move))
-            assert board.fen == other.fen(en_passant="fen")
-    for row in af.envs.chess.rows(64, "test"):
-        other = theirs.Board(row["fen"])
-        assert other.is_valid(), row
-        for move in row["solution"]:
-            other.push_uci(move)  # raises where it is illegal
-        assert other.is_checkmate(), row
-
-
 def test_moves_are_parsed_in_common_notations() -> None:
-    board = Board.from_fen("r3k2r/pPp5/8/3pP3/8/8/P7/R3K2R w KQkq d6 0 1")
+    board = from_fen("r3k2r/pPp5/8/3pP3/8/8/P7/R3K2R w KQkq d6 0 1")
     for text, move in [
         ("e1g1", "e1g1"), ("O-O", "e1g1"), ("0-0-0", "e1c1"), ("exd6", "e5d6"), ("ed6", "e5d6"), ("b8=Q+", "b7b8q"),
         ("bxa8=N", "b7a8n"), ("B7B8Q", "b7b8q"), ("Rxh8+", "h1h8"), ("a4!", "a2a4"), (" Kd2 ", "e1d2"),
     ]:  # fmt: skip
-        assert str(board.read(text)) == move, text
+        assert str(read(board, text)) == move, text
     for text in ("", "e9", "Ke8", "b8", "R", "Raf1", "é4", "x" * 9999, "e5e6\x00"):
-        assert board.read(text) is None, text
-    twins = Board.from_fen("4k3/8/8/8/8/8/4K3/R6R w - - 0 1")
-    assert (str(twins.read("Rad1")), twins.read("Rd1"), twins.san(Move(0, 3))) == ("a1d1", None, "Rad1")
+        assert read(board, text) is None, text
+    twins = from_fen("4k3/8/8/8/8/8/4K3/R6R w - - 0 1")
+    assert (str(read(twins, "Rad1")), read(twins, "Rd1")) == ("a1d1", None)
+
+
+def test_without_the_package_the_command_that_installs_it_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "chess", None)
+    command = 'pip install "agentfly_kit[envs]"'
+    for call in (lambda: from_fen(START), lambda: af.envs.chess.tasks(1)):
+        errors.check(call, af.errors.SettingsError, f"af.envs.chess needs chess; type: {command}")
+    assert af.envs.list().loc["chess", "installed"] == command
 
 
 def test_shipped_puzzles_are_reproducible_and_have_one_solution() -> None:
@@ -86,12 +45,12 @@ def test_shipped_puzzles_are_reproducible_and_have_one_solution() -> None:
         assert len(lines) == size
         assert [json.loads(line) for line in lines[:3]] == list(puzzles.made(3, split=split))
     for row in af.envs.chess.rows(8, "test"):
-        board = Board.from_fen(row["fen"])
+        board = from_fen(row["fen"])
         if row["mate"] == 1:
-            assert [str(m) for m in board.mates()] == row["solution"]
+            assert [str(m) for m in mates(board)] == row["solution"]
         else:
-            assert not board.mates()
-            assert [str(m) for m in board.mating()] == row["solution"][:1]
+            assert not mates(board)
+            assert [str(m) for m in mating(board)] == row["solution"][:1]
     assert af.envs.chess.rows(1, "train", seed=4) == af.envs.chess.rows(2, "train", seed=4)[:1]
 
 

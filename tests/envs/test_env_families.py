@@ -35,8 +35,7 @@ async def test_the_expert_succeeds_and_the_random_player_does_not(name: str) -> 
     most = 2 if name == "repo" else 64
     expert = await af.evaluate(of.expert(), tasks, max_concurrency=most)
     luck = await af.evaluate(of.random_agent(), tasks, max_concurrency=most)
-    assert expert.success >= 0.98, expert
-    assert luck.success <= 0.05, luck
+    assert expert.success >= 0.98 and luck.success <= 0.05, (expert, luck)
     assert expert.unscored == luck.unscored == 0
 
 
@@ -78,24 +77,19 @@ def test_tasks_are_reproducible_and_splits_disjoint(name: str) -> None:
     assert tasks.fingerprint != of.tasks(n, seed=1).fingerprint
     assert tuple(of.tasks(n, "test")) == tuple(tasks.test)
     assert [t.messages for t in of.tasks(n // 2, "test")] == [t.messages for t in tasks.test[: n // 2]]
-    errors.check(
-        lambda: of.tasks(1, "dev"),
-        af.errors.SettingsError,
-        "split must be 'train' or 'test', or None for both, got 'dev'",
-    )
-    errors.check(lambda: of.tasks(0), af.errors.SettingsError, "n must be an integer of at least 1 or None, got 0")
-    for seed in (-1, 1.5, "x", True):
-        errors.check(
-            lambda: of.tasks(1, seed=seed), af.errors.SettingsError, "seed must be an integer of at least 0, got"
-        )
+    for wrong, words in (
+        ({"split": "dev"}, "split must be 'train' or 'test', or None for both, got 'dev'"),
+        ({"n": 0}, "n must be an integer of at least 1 or None, got 0"),
+        *(({"seed": seed}, "seed must be an integer of at least 0, got") for seed in (-1, 1.5, "x", True)),
+    ):
+        errors.check(lambda: of.tasks(**{"n": 1} | wrong), af.errors.SettingsError, words)
 
 
 def test_list_describes_every_family() -> None:
     table = af.envs.list()
     assert list(table.index) == list(af.envs.FAMILIES)
     assert list(table.columns) == ["what", "tools", "needs", "size", "licence", "installed"]
-    assert table.map(bool).all(axis=None)
-    assert table.loc["lookup", "tools"] == "lookup"
+    assert table.map(bool).all(axis=None) and table.loc["lookup", "tools"] == "lookup"
     assert set(table.loc[ready(), "installed"]) == {"yes"}
     missing = dataclasses.replace(
         af.envs.lookup.family, name="x", needs=("not_there",), install="pip install not-there"

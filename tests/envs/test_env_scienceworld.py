@@ -29,8 +29,7 @@ def says(*commands: str) -> Any:
 
 
 def test_splits_are_the_simulators_and_no_variation_is_in_two() -> None:
-    assert sum(scienceworld.VARIATIONS.values()) == 7207
-    assert len(scienceworld.KINDS) == 30
+    assert (sum(scienceworld.VARIATIONS.values()), len(scienceworld.KINDS)) == (7207, 30)
     for kind, count in scienceworld.VARIATIONS.items():
         parts = [scienceworld.variations(kind, split) for split in ("train", "dev", "test")]
         assert [i for part in parts for i in part] == list(range(count))
@@ -42,11 +41,6 @@ def test_splits_are_the_simulators_and_no_variation_is_in_two() -> None:
     every = scienceworld.rows(1818, "test")
     assert len({(row["kind"], row["variation"]) for row in every}) == 1818
     assert len(scienceworld.rows(5, "test", kinds=("identify-life-stages-2",))) == 4
-    for bad, wanted in [
-        (lambda: scienceworld.rows(1, "test", kinds=("cook",)), "no kind 'cook'"),
-        (lambda: scienceworld.rows(1, "exam"), "unknown split 'exam'"),
-    ]:
-        errors.check(bad, af.errors.SettingsError, re.compile(wanted))
 
 
 def test_a_task_that_its_simplification_makes_impossible_is_named() -> None:
@@ -133,8 +127,7 @@ async def test_64_chains_on_two_processes_are_isolated() -> None:
         doors = tuple(sorted(line.strip() for line in opening.splitlines() if line.strip().startswith("A door")))
         seen.setdefault(t.task.fields["variation"], set()).add(doors)
         assert "(that is closed)" in opening
-        assert "The door is now open." in told
-        assert "(that is open)" in told[-1]
+        assert "The door is now open." in told and "(that is open)" in told[-1]
     assert {variation: len(ways) for variation, ways in seen.items()} == dict.fromkeys(range(8), 1)
     assert pool.snapshot().size == 2
     await pool.close()
@@ -165,8 +158,7 @@ async def test_a_lease_finds_a_process_that_runs_and_one_that_died_is_replaced(c
         first = process.pid
     ill = well.replace(engine=says("look around", "inventory", "look around"), after_observation=killed)
     (t,) = (await ill.rollout([task])).trajectories
-    assert t.stop == "error"
-    assert "Java process has ended" in str(t.error)
+    assert t.stop == "error" and "Java process has ended" in str(t.error)
     assert set(pids) == {first}
     (t,) = (await well.rollout([task])).trajectories
     assert t.stop == "answered"

@@ -69,8 +69,7 @@ def pairs_tau(a: list[str], b: list[str]) -> float:
 )  # fmt: skip
 def test_worked_cases(seen: Any, wanted: Any, reward: float) -> None:
     got = af.envs.sql.score(seen, wanted)
-    assert got["reward"] == pytest.approx(reward)
-    assert got["success"] == float(reward == 1)
+    assert (got["reward"], got["success"]) == (pytest.approx(reward), float(reward == 1))
 
 
 def test_tau_of_long_sequences_is_that_of_every_pair() -> None:
@@ -177,16 +176,15 @@ async def test_a_fork_has_a_copy_of_the_database() -> None:
 
 async def test_failing_queries_and_scripts_are_named(closed_later: Any) -> None:
     of = closed_later(af.envs.sql.SQL())
-    await errors.check(
-        lambda: of.reset(task(gold="SELECT nope FROM t"), 0),
-        af.errors.SandboxError,
-        "the query of task 't' fails in sqlite: no such column: nope",
-    )
-    await errors.check(
-        lambda: of.reset(task(script="CREATE TABEL t"), 0),
-        af.errors.SettingsError,
-        "the script of this SQLSandbox failed",
-    )
+    for wrong, error, words in (
+        (
+            task(gold="SELECT nope FROM t"),
+            af.errors.SandboxError,
+            "the query of task 't' fails in sqlite: no such column: nope",
+        ),
+        (task(script="CREATE TABEL t"), af.errors.SettingsError, "the script of this SQLSandbox failed"),
+    ):
+        await errors.check(lambda: of.reset(wrong, 0), error, words)
     assert (await played(of, "SELECT b FROM t ORDER BY a"))["reward"] == 1  # the next task is not affected
 
 
@@ -226,12 +224,10 @@ def spider(tmp_path: Path) -> Path:
 
 async def test_spiders_files_load_and_are_solved(spider: Path) -> None:
     tasks = af.envs.sql.load(spider / "dev.json")
-    assert len(tasks) == 2
+    assert (len(tasks), tasks[0].fields["gold"]) == (2, "SELECT count(*) FROM pet")
     assert tasks[0].messages[-1]["content"] == "Tables: pet(id, name, weight, born, note)\nHow many pets?"
-    assert tasks[0].fields["gold"] == "SELECT count(*) FROM pet"
     expert = await af.evaluate(af.envs.sql.expert(size=2), tasks)
-    assert expert.success == 1, [t.error for t in expert.rollout]
-    assert expert.metrics["queries"] == 1
+    assert (expert.success, expert.metrics["queries"]) == (1, 1), [t.error for t in expert.rollout]
     await errors.check(
         lambda: af.evaluate(af.envs.sql.expert(options={"engine": "duckdb"}, size=2), tasks),
         af.errors.TaskError,

@@ -63,16 +63,14 @@ async def test_a_class_written_in_a_cell_is_an_environment() -> None:
     assert (t.stop, t.reward, t.success) == ("env_done", 1.0, True)
     assert [c.result.observation for c in t.tool_calls] == ["higher", "lower", "right"]
     assert t.turns[0].messages[-1]["content"] == "Find it.\n\nI think of a number from 1 to 10."
-    assert "from 1 to 10" in t.turns[0].text
-    assert t.final is None
+    assert "from 1 to 10" in t.turns[0].text and t.final is None
 
 
 async def test_an_episode_ends_with_an_answer_or_with_the_call_that_ends_it() -> None:
     (t,) = (await guesser([call(3), "no idea"]).rollout(task())).trajectories
     assert (t.stop, t.reward, t.error) == ("answered", 0.0, None)
     (t,) = (await guesser([call(7) + call(3)]).rollout(task())).trajectories
-    assert [c.result.observation for c in t.tool_calls] == ["right", "The episode is over."]
-    assert t.stop == "env_done"
+    assert (t.stop, [c.result.observation for c in t.tool_calls]) == ("env_done", ["right", "The episode is over."])
 
 
 async def test_a_pool_is_created_for_a_sandbox_that_the_reward_requests() -> None:
@@ -84,9 +82,8 @@ async def test_a_pool_is_created_for_a_sandbox_that_the_reward_requests() -> Non
     assert [pool.sandbox_type for pool in agent.pools] == [Written, af.PythonSandbox]
     a, b = (await agent.rollout([task(id="a"), task(id="b", secret=3)])).trajectories
     assert (a.reward, b.reward) == (0.0, 1.0), (a.error, b.error)
-    mine = af.Pool(af.PythonSandbox, size=1)
-    assert list(guesser(["x"], Written, pools=[mine]).pools)[1:] == [mine]
-    await mine.close()
+    async with af.Pool(af.PythonSandbox, size=1) as mine:
+        assert list(guesser(["x"], Written, pools=[mine]).pools)[1:] == [mine]
 
 
 async def test_chains_of_a_group_get_the_same_seed_which_a_task_may_set() -> None:
@@ -98,8 +95,7 @@ async def test_chains_of_a_group_get_the_same_seed_which_a_task_may_set() -> Non
         return 0.0
 
     await guesser([call(1), "x"], reward=seen).rollout([task(id="a"), task(id="b"), task(id="c", seed=5)], 2)
-    assert len(set(seeds)) == 3
-    assert 5 in seeds
+    assert len(set(seeds)) == 3 and 5 in seeds
 
 
 @pytest.mark.parametrize("family", ["code", "competition", "repo", "sql"])
@@ -143,13 +139,11 @@ async def test_cleanup_runs_on_release_unless_it_is_a_tool() -> None:
             raise AssertionError
 
     for kind, times in ((Room, 1), (Flat, 0)):
-        pool = af.Pool(kind, size=1)
-        async with pool.lease() as room:
-            pass
-        async with pool.lease() as again:
-            assert again is room
-            assert room.tidied == times
-        await pool.close()
+        async with af.Pool(kind, size=1) as pool:
+            async with pool.lease() as room:
+                pass
+            async with pool.lease() as again:
+                assert again is room and room.tidied == times
 
 
 async def test_chains_do_not_share_a_mutable_default_of_reset() -> None:
@@ -197,8 +191,7 @@ async def test_a_failing_reset_leaves_only_its_chain_unscored() -> None:
     a, b, c = (await guesser([call(7), "x"]).rollout([task(), broken, task(id="h")])).trajectories
     assert (a.reward, c.reward) == (1.0, 1.0)
     assert (b.reward, b.stop) == (None, "error")
-    assert "Guess.reset failed for task 'broken'" in str(b.error)
-    assert "secret" in str(b.error)
+    assert "Guess.reset failed for task 'broken'" in str(b.error) and "secret" in str(b.error)
 
 
 class Connected(Guess):
@@ -285,6 +278,14 @@ def test_classes_that_are_not_environments_are_rejected() -> None:
     class Silent:
         def reset(self, task: af.Task) -> None: ...
 
+    class Positional(Guess):
+        def reset(self, secret: int, /) -> None: ...  # type: ignore[override]
+
+    errors.check(
+        lambda: guesser(["x"], Positional),
+        af.errors.SettingsError,
+        "secret can only be passed by position; remove the '/'",
+    )
     errors.check(lambda: guesser(["x"], Nothing), af.errors.SettingsError, "Nothing is not an environment")
     errors.check(lambda: guesser(["x"], Silent), af.errors.SettingsError, "Silent has no tool")
 
@@ -305,8 +306,7 @@ async def test_try_replays_the_chain_for_the_reward() -> None:
     (mine,) = agent.reward
     assert (await mine.try_(t)).reward == 1.0
     score = await mine.try_(t.replace(task=task(secret=3)))
-    assert score.reward is None
-    assert "returned 'right' on replay" in str(score.error)
+    assert score.reward is None and "returned 'right' on replay" in str(score.error)
 
 
 # ---- Gymnasium

@@ -10,7 +10,7 @@ from test_envs import Guess
 
 import agentfly_kit as af
 from agentfly_kit.envs.alfworld import official
-from agentfly_kit.envs.chess.board import Board
+from agentfly_kit.envs.chess.board import from_fen
 from agentfly_kit.envs.competition import position, read_submission
 from agentfly_kit.envs.judge.judging import Judge, Rubric
 from agentfly_kit.envs.search import Corpus, Search
@@ -56,9 +56,9 @@ SUBMISSIONS = (
     ),
     (lambda: af.envs.alfworld.tasks_in("nowhere"), af.errors.SettingsError, "is not a folder; "),
     (lambda: official.Session("other.tw-pddl"), af.errors.SettingsError, "the game 'other.tw-pddl' does not exist"),
-    *((lambda fen=fen: Board.from_fen(fen), af.errors.SettingsError, "is not a valid position") for fen in POSITIONS),
+    *((lambda fen=fen: from_fen(fen), af.errors.SettingsError, "is not a valid position") for fen in POSITIONS),
     (lambda: af.envs.chess.tasks_in("nowhere.csv"), af.errors.TaskError, "no such file; Lichess publishes"),
-    (lambda: af.envs.code.Code(seconds=0), af.errors.SettingsError, "seconds must be a positive finite number, got 0"),
+    (lambda: af.envs.code.Code(seconds=0), af.errors.SettingsError, "seconds must be a finite number above 0, got 0"),
     (
         lambda: af.envs.code.tasks(9, "test", kind="problems"),
         af.errors.SettingsError,
@@ -83,6 +83,12 @@ SUBMISSIONS = (
         af.errors.SettingsError,
         "got 'easy,openDoors'",
     ),
+    (
+        lambda: af.envs.scienceworld.rows(1, "test", kinds=("cook",)),
+        af.errors.SettingsError,
+        "no kind 'cook'",
+    ),
+    (lambda: af.envs.scienceworld.rows(1, "exam"), af.errors.SettingsError, "unknown split 'exam'"),
     (lambda: Corpus.load("nowhere.jsonl"), af.errors.TaskError, "nowhere.jsonl: no such file; its rows must have "),
     (lambda: Corpus([]), af.errors.SettingsError, "the corpus 'yours' is empty"),
     (lambda: Search(topk=0), af.errors.SettingsError, "topk must be an integer of at least 1, got 0"),

@@ -1,6 +1,5 @@
 """Every notebook runs from top to bottom and is readable without a kernel; so is the page written by `make demo`."""
 
-import os
 import re
 import signal
 import subprocess
@@ -15,6 +14,7 @@ import waiting
 from checks import CHECKS, complete, with_answers
 from nbclient import NotebookClient
 from paths import ROOT
+from processes import alive
 from smaller import SMALLER
 
 from agentfly_kit import __main__ as command_line
@@ -211,15 +211,6 @@ def demo(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Any:
     return run
 
 
-def gone(pid: int) -> bool:
-    """Return True if a process has exited. A zombie counts as exited."""
-    try:
-        os.kill(pid, 0)
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return True
-
-
 def test_demo_shows_progress_and_leaves_a_whole_page(demo: Any, tmp_path: Path) -> None:
     notebook = write(
         tmp_path / "07_toy.ipynb",
@@ -238,13 +229,10 @@ def test_demo_shows_progress_and_leaves_a_whole_page(demo: Any, tmp_path: Path) 
     for _ in range(2):  # the second run overwrites the output of the first
         code, output, errors = demo(notebook)
         assert code == 0, errors
-        assert output.splitlines()[-1] == "success: 0.24 -> 0.95"
-        assert "Train a little" in output
+        assert output.splitlines()[-1] == "success: 0.24 -> 0.95" and "Train a little" in output
         assert "step   3   reward 0.500   success 0.625" in output
     html = (tmp_path / "out" / "toy.html").read_text(encoding="utf-8")
-    assert "<b>still</b>" in html
-    assert "jp-CodeCell" in html
-    assert requests(html) == []
+    assert "<b>still</b>" in html and "jp-CodeCell" in html and requests(html) == []
     executed = nbformat.read(tmp_path / "out" / "07_toy.ipynb", as_version=4)
     assert [sorted(output.data) for output in executed.cells[1].outputs] == [["text/html"]] + [
         ["text/html", "text/plain"]
@@ -273,25 +261,27 @@ def test_the_scan_finds_what_nbconvert_puts_in() -> None:
     assert [found for found in requests(html) if "require" in found]
 
 
-def test_demo_shows_the_cell_that_failed(demo: Any, tmp_path: Path) -> None:
-    code, _, errors = demo(write(tmp_path / "bad.ipynb", "x = 1", "def f():\n    raise ValueError('the reason')\nf()"))
-    assert code == 1
-    assert "raise ValueError('the reason')" in errors
-    assert "ValueError: the reason" in errors
-    assert "\x1b" not in errors
-
-
-def test_demo_without_a_measurement_fails(demo: Any, tmp_path: Path) -> None:
-    code, _, errors = demo(write(tmp_path / "mute.ipynb", "print('success: soon')"))
-    assert code == 1
-    assert "none printed a line `success:" in errors
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        (
+            "def f():\n    raise ValueError('the reason')\nf()",
+            ["raise ValueError('the reason')", "ValueError: the reason"],
+        ),
+        ("print('success: soon')", ["none printed a line `success:"]),
+    ],
+    ids=["a cell that failed", "no measurement"],
+)
+def test_demo_shows_why_it_failed(source: str, said: list[str], demo: Any, tmp_path: Path) -> None:
+    code, _, errors = demo(write(tmp_path / "bad.ipynb", "x = 1", source))
+    assert code == 1 and "\x1b" not in errors
+    assert [words for words in said if words not in errors] == []
 
 
 def test_demo_spares_a_folder_with_other_things(demo: Any, tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
     code, _, errors = demo(write(tmp_path / "toy.ipynb", "1"), tmp_path)
-    assert code == 1
-    assert "contains other files" in errors
+    assert code == 1 and "contains other files" in errors
     assert (tmp_path / "thesis.txt").exists()
 
 
@@ -312,4 +302,4 @@ def test_interrupting_the_demo_leaves_no_kernel(number: signal.Signals, tmp_path
         process.kill()
     assert process.returncode == 130, output
     assert "Traceback" not in output
-    waiting.blocking_until(lambda: gone(int(pid_file.read_text())))
+    waiting.blocking_until(lambda: not alive(int(pid_file.read_text())))

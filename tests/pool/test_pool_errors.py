@@ -31,7 +31,7 @@ class Kills:
     (lambda: af.Pool(Plain, max_uses=0), SettingsError,
      "max_uses must be an integer of at least 1 or None, got 0"),
     (lambda: af.Pool(Plain, max_lease=float("inf")), SettingsError,
-     "max_lease must be a positive finite number of seconds, got inf"),
+     "max_lease must be a finite number above 0, got inf"),
     (lambda: af.Pool(Plain, size=None), SettingsError, "size must be an integer of at least 1, got None"),
     (lambda: af.Pool(Plain, min_idle=None), SettingsError, "min_idle must be an integer of at least 0 and at most 8"),
     (lambda: af.Pool(Plain, acquire_timeout=None), SettingsError, "acquire_timeout must be"),

@@ -175,6 +175,17 @@ def test_a_start_that_is_dropped_with_its_event_loop_leaves_nothing(level: str):
     process.spawner.submit(int).result(GUARD)
 
 
+def test_a_call_that_is_dropped_with_its_event_loop_leaves_nothing(level: str):
+    """The call is not cancelled; its sandbox ends when it is garbage-collected together with the loop."""
+    loop = asyncio.new_event_loop()
+    code = "import time\nprint('begun', flush=True)\ntime.sleep(1000)"
+    call = loop.run_until_complete(begun(af.PythonSandbox(isolation=level), code))
+    call._log_destroy_pending = False  # type: ignore[attr-defined]  # that is what this test does
+    loop.close()
+    del call, loop
+    gc.collect()
+
+
 HOG = "x = bytearray(150 * 2 ** 20)"
 
 

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 import errors
 import pytest
 import pytest_asyncio
+from calls import each
 from patience import begun, time_out
 from processes import running
 from test_sandbox_python import nothing_left, zygotes  # noqa: F401  (nothing_left is a fixture)
@@ -50,8 +51,7 @@ async def test_results_of_commands(sandbox: af.ShellSandbox):
     assert repr(result) == "ShellResult(stdout='out\\n', stderr='err\\n', exit_code=1)"
     result = await sandbox.run("printf 'é ☃'")
     assert (result.stdout, result.ok, result.text) == ("é ☃", True, "é ☃")
-    assert (await sandbox.run("(exit 77)")).exit_code == 77
-    assert (await sandbox.run("")).exit_code == 0
+    assert await each("exit_code", sandbox, "(exit 77)", "") == [77, 0]
     result = await sandbox.run("if x (")
     assert (result.exit_code, result.died) == (2, False) and "syntax error" in result.stderr
     assert (await sandbox.run('cat; read x; echo "[$x]"')).stdout == "[]\n"
@@ -126,8 +126,8 @@ async def test_a_program_that_replaces_the_shell_runs_to_its_end_or_its_timeout(
     result = await expired(sandbox, "exec sh -c 'trap : INT; echo started; while :; do :; done'")
     assert (result.stdout, result.timed_out, result.exit_code, result.died) == ("started\n", True, 137, True)
     result = await expired(sandbox, "exec sh -c 'echo begun; exec sleep 1000'")
-    assert (result.timed_out, result.died) == (True, True)
-    assert result.exit_code in (130, 137)  # 137 if the machine is too busy for an interrupt
+    # 137 if the machine is too busy for an interrupt.
+    assert result.timed_out and result.died and result.exit_code in (130, 137)
     assert (await sandbox.run("echo back")).stdout == "back\n"
 
 
@@ -261,10 +261,8 @@ async def test_a_shell_with_a_background_process_cannot_be_forked(level: str):
 
 async def test_the_builtin_tool():
     result = await af.toolbox.shell.try_(command="echo hi; ls nothing")
-    assert not result.ok
-    assert result.observation.startswith("hi\nls: cannot access 'nothing'") and result.observation.endswith(
-        "[exit status 2]"
-    )
+    text = result.observation
+    assert not result.ok and text.startswith("hi\nls: cannot access 'nothing'") and text.endswith("[exit status 2]")
     assert isinstance(ShellResult().text, str)
 
 

@@ -27,6 +27,7 @@ SERVER = [sys.executable, FILE]
 
 @pytest_asyncio.fixture(autouse=True)
 async def _nothing_is_left() -> AsyncIterator[None]:
+    agents.shipped()  # imports transformers, which on a slow machine takes longer than a session waits
     before = children()
     yield
     await until(lambda: not tasks_left() and children() <= before)

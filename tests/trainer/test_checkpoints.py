@@ -10,7 +10,7 @@ from typing import Any
 import errors
 import pytest
 import torch
-from test_trainer import SMALL, TASKS, learner, leave, start
+from test_trainer import SMALL, TASKS, learner, leave, numbers, start
 
 import agentfly_kit as af
 from agentfly_kit.trainer import loop
@@ -178,3 +178,27 @@ def test_arguments_of_transformers(tmp_path: Path) -> None:
     assert policy.fingerprint() == learner().fingerprint()
     errors.check(lambda: af.Policy.load(folder, nonsense=1), af.errors.PolicyError, "nonsense")
     assert json.loads((folder / "policy.json").read_text())["format"] == policy.chat.format.name
+
+
+async def test_a_complete_run_continues_with_more_steps(tmp_path: Path) -> None:
+    """The added iterations equal those of a longer run, and the schedule of another learning rate covers them."""
+    constant = SMALL.replace(lr_end=None, steps=2)
+    folder = tmp_path / "run"
+    await start(folder, config=constant)
+    with pytest.raises(af.errors.RunMismatch, match=r"config\.lr: was 0\.001, now 0\.0005"):
+        start(folder, config=constant.replace(lr=5e-4))  # nothing is added
+    operational = {"max_concurrency": 7, "evaluate_every": 0, "checkpoint_every": 3, "keep": "all"}
+    longer = await start(folder, config=constant.replace(steps=4, **operational))
+    whole = await start(config=constant.replace(steps=4))
+    assert longer.resumed_from == 2 and longer.policy.fingerprint() == whole.policy.fingerprint()
+    assert numbers(longer) == numbers(whole)
+
+    added = constant.replace(steps=7, lr=4e-4, lr_end=2e-4)
+    run = start(folder, config=added)
+    async for step in run:
+        if step.step == 5:
+            break
+    with pytest.raises(af.errors.RunMismatch, match=r"config\.steps: was 7, now 8"):
+        start(folder, config=added.replace(steps=8))  # the run is not complete
+    await start(folder, config=added)
+    assert [r["lr"] for r in af.Run(folder).records] == pytest.approx([1e-3] * 4 + [4e-4, 3e-4, 2e-4])

@@ -17,12 +17,12 @@ import errors
 import numpy as np
 import pytest
 from IPython.extensions.autoreload import ModuleReloader
-from test_trainer import TASKS, learner, leave, small, start
+from test_trainer import SMALL, TASKS, learner, leave, small, start
 
 import agentfly_kit as af
 from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.rewards import RewardSet
-from agentfly_kit.tools.inspection import source_of
+from agentfly_kit.tools.inspection import code_of, function_fingerprint, source_of
 from agentfly_kit.trainer.fingerprint import fingerprint
 from agentfly_kit.trainer.sampling import RolloutSampler
 
@@ -123,6 +123,41 @@ def test_the_fingerprint_follows_the_functions_that_are_called(module: ModuleTyp
     assert (decorated.function("ab"), decorated.fingerprint) == (0.5, changed) and decorated.redefined()
     assert "digits(final) / 4" in decorated.source and "/ 8" in module.decorated.source
     assert "users_helpers.bonus(final)" in plain.source
+
+
+def test_comments_and_docstrings_are_no_part_of_the_fingerprint(module: ModuleType, edit: Edit) -> None:
+    rewards = RewardSet([module.plain, module.decorated])
+    before = [r.fingerprint for r in rewards]
+    edit("    return digits(final) / 4", '    """Count."""\n    # by hand\n    return (digits(final)  / 4)')
+    edit("    return 0.0", '    """Nothing."""\n    return 0.0', "users_helpers")
+    assert [r.fingerprint for r in RewardSet([module.plain, module.decorated])] == before
+
+
+def test_functions_of_the_package_are_identified_by_name_and_settings() -> None:
+    assert code_of(af.filters.equal_rewards) == "agentfly_kit: equal_rewards"
+    penalties = [af.overlong_penalty(10, buffer) for buffer in (4, 4, 5)]
+    one, same, other = [function_fingerprint(p.function) for p in penalties]
+    assert one == same != other
+
+
+async def test_a_run_of_0_2_continues_with_a_warning(module: ModuleType, tmp_path: Path) -> None:
+    policy = learner()
+    agent = small(policy, reward=module.plain)
+    await leave(start(tmp_path / "run", policy, agent=agent), "break", 1)
+    file = tmp_path / "run" / "run.json"
+    about = json.loads(file.read_text())
+    about["version"] = 2
+    about["fingerprint"]["reward"]["plain"] = {"source": "with comments", "fingerprint": "of 0.2"}
+    about["fingerprint"]["agent"]["chat"]["format"]["class"] = {"source": "", "fingerprint": ""}
+    file.write_text(json.dumps(about))
+    other = SMALL.replace(seed=7)
+    errors.check(lambda: start(tmp_path / "run", policy, other, agent=agent), af.RunMismatch, "seed: was 0, now 7")
+    run = start(tmp_path / "run", policy, agent=agent)
+    with pytest.warns(UserWarning, match=r"written by agentfly_kit 0\.2, .* changes to its functions"):
+        await run
+    assert len(run.records) == 4
+    replaced = agent.replace(reward=module.decorated)
+    errors.check(lambda: start(tmp_path / "run", policy, agent=replaced), af.RunMismatch, "reward.plain")
 
 
 def test_an_edit_that_is_not_loaded_changes_nothing(module: ModuleType, edit: Edit) -> None:

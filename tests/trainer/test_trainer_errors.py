@@ -80,6 +80,10 @@ NONE = {"advantage": "none", "teacher_coef": 1.0}
         af.errors.SettingsError,
         "whiten has an effect only",
     ),
+    *(
+        (lambda names=names: made(authors=names), af.errors.SettingsError, f"or None for all, got {names!r}")
+        for names in ((), ("a", 3), 3)
+    ),
     (lambda: made(value_coef=0.1), af.errors.SettingsError, "value_coef has an effect only with advantage 'gae'"),
     (
         lambda: made(row_credit="first"),
@@ -169,6 +173,7 @@ async def tracked_late() -> None:
     (lambda: unusual(agent="agent"), af.errors.SettingsError, "agent must be an "),
     (lambda: unusual(policy=None), af.errors.SettingsError, "policy must be "),
     (lambda: unusual(config={"steps": 1}), af.errors.SettingsError, "got {'steps': 1}"),
+    (lambda: unusual(run=3), af.errors.SettingsError, "run must be a folder, or None for a temporary folder, got 3"),
     (lambda: start(given=[]), af.errors.TaskError, "at least one task"),
     (lambda: start(config=made(advantage="gae")), af.errors.SettingsError, "value_head=True"),
     (lambda: start(config=made(evaluate_every=1)), af.errors.SettingsError, "needs eval_tasks="),

@@ -63,8 +63,7 @@ async def test_clicks_move_the_chain_that_the_cell_holds() -> None:
     same(view.chain, chain)
     assert view.chain.stop == "answered" and view._state["can"]["finish"] and "fork" not in view.to_code()
     await press(view, "rewind", 1)
-    assert [turn.kind for turn in view.chain.turns] == ["prompt", "forced"]
-    assert view._notice == ""
+    assert ([turn.kind for turn in view.chain.turns], view._notice) == (["prompt", "forced"], "")
 
 
 async def test_a_chain_that_has_not_ended_is_run_to_its_end_and_not_scored_as_cancelled() -> None:

@@ -107,9 +107,7 @@ async def test_the_buttons_pause_resume_and_stop() -> None:
     rollout = await task
     assert 0 < len(rollout) < 200
     await until(lambda: view._about["state"] == "stopped")
-    assert view.counts["done"] == len(rollout)
-    assert view.counts["queued"] > 0
-    assert view._notice == ""
+    assert view.counts["done"] == len(rollout) and view.counts["queued"] > 0 and view._notice == ""
 
 
 async def test_1024_chains_stay_within_the_budget_of_updates(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,8 +212,7 @@ async def test_a_chain_that_is_over_is_opened_from_its_lane() -> None:
     await until(lambda: view.counts["done"] == 1 and view.counts["tool"] == 1)
     over, going = (view._names[i] for i in sorted((0, 1), key=lambda i: states(view)[i] == "tool"))
     await press(view, "chain", going)
-    assert "has not finished" in view._notice
-    assert len(view.selection) == 0
+    assert "has not finished" in view._notice and len(view.selection) == 0
     await press(view, "chain_tokens", over)
     assert (view._notice, view.opened.trajectories[0].id) == ("", over)
     assert list(view.selection.to_frame()["trajectory"]) == [over]

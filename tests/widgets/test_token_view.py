@@ -173,8 +173,7 @@ def test_odd_trajectories_are_shown() -> None:
 def test_signals_are_checked() -> None:
     view = w.TokenView(trajectory())
     assert view.signals == ("mask", "logprob", "entropy")
-    with pytest.raises(ValueError, match="signal must be one of mask, logprob, entropy for this source"):
-        view.signal = "ratio"
+    errors.check(lambda: setattr(view, "signal", "ratio"), ValueError, "one of mask, logprob, entropy for this source")
     assert view.signal == "mask"
     view.signal = "entropies"
     assert view.signal == "entropy"
@@ -214,8 +213,7 @@ def test_a_view_as_python_and_as_a_frame() -> None:
     view.select("t-0", 6, 9)
     cell: dict[str, Any] = {"w": w, "source": t, "agent": SimpleNamespace(chain=lambda t: t)}
     exec(view.to_code(), cell)
-    assert repr(cell["view"].selection) == repr(view.selection)
-    assert cell["chain"] is t
+    assert repr(cell["view"].selection) == repr(view.selection) and cell["chain"] is t
     view = w.TokenView([t, trajectory("t-1", seed=1)])
     frame = view.to_frame()
     assert len(frame) == view.tokens == 46
@@ -251,6 +249,5 @@ def test_the_kl_to_a_reference_comes_from_the_step_or_from_its_logprobs() -> Non
 def test_5000_tokens_stay_small() -> None:
     rows = [trajectory(f"t-{i}", actions=12, width=20, seed=i) for i in range(18)]
     view = w.TokenView(batch_of(rows), signal="logprob")
-    assert view.tokens > 5000
-    assert "Left out of this static form:" in check_static(view).text
+    assert view.tokens > 5000 and "Left out of this static form:" in check_static(view).text
     assert len(json.dumps(view._about)) < 60_000  # grows with turns and distinct pieces, not with tokens

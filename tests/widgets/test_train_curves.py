@@ -20,8 +20,7 @@ from agentfly_kit import widgets as w
 def test_train_view_follows_a_run() -> None:
     run = FakeRun()
     view = w.TrainView(run)
-    assert repr(view) == "TrainView(0 of 20 steps)"
-    assert "No step is recorded yet" in check_static(view).text
+    assert repr(view) == "TrainView(0 of 20 steps)" and "No step is recorded yet" in check_static(view).text
     for _ in range(5):
         run.step(eval_success=0.5, eval_low=0.4, eval_high=0.6)
     view._repr_mimebundle_()  # displaying the view refreshes it immediately

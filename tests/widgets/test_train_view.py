@@ -76,8 +76,7 @@ async def test_the_states_of_a_run_that_is_paused_and_stopped(tmp_path: Path) ->
     await run
     await until(lambda: shown(view)[0] == "finished")
     assert len(run.records) == 4
-    assert repr(view) == "TrainView(4 of 4 steps)"
-    assert not view._about["control"]["can"]
+    assert repr(view) == "TrainView(4 of 4 steps)" and not view._about["control"]["can"]
 
 
 async def test_a_loop_that_is_left_is_stopped_and_continues_where_it_was(tmp_path: Path) -> None:
@@ -263,8 +262,7 @@ def test_a_function_that_fails_later_leaves_the_other_charts() -> None:
     view = w.TrainView(run, panels=["success", lambda records: records["tokenz"]])
     run.step()
     view.refresh()
-    assert view._about["panels"][0]["n"] == 1
-    assert view._about["panels"][1]["error"] == "KeyError: 'tokenz'"
+    assert (view._about["panels"][0]["n"], view._about["panels"][1]["error"]) == (1, "KeyError: 'tokenz'")
     assert "panel 2: KeyError: 'tokenz'" in check_static(view).text
 
 

@@ -77,8 +77,7 @@ async def test_notes_are_saved_with_the_rollout(tmp_path: Path) -> None:
     await press(view, "annotate", [4, " wrong tool "])
     assert rollout.trajectories[4].note == "wrong tool"
     put(view, "_query", "WRONG TOOL")
-    assert view._found["n"] == 1
-    assert "wrong tool" in check_static(view).text
+    assert view._found["n"] == 1 and "wrong tool" in check_static(view).text
     back = af.Rollout.load(rollout.save(tmp_path / "r.jsonl"))
     assert [t.note for t in back] == ["", "", "from a cell", "", "wrong tool", ""]
     assert w.TrajectoryView(back)._notes == view._notes
@@ -106,14 +105,12 @@ async def test_what_a_batch_left_out_says_why() -> None:
     )
     mixed = af.Rollout.from_trajectories([first, *rollout.trajectories[1:]])
     batch = af.collate(mixed)
-    assert len(batch.dropped) == 1
+    (dropped,) = batch.dropped
     view = w.TrajectoryView(mixed, batch=batch)
     put(view, "_selected", [0])
-    assert view._detail["columns"][0]["outcome"] == "dropped"
-    assert view._detail["columns"][0]["dropped"] == batch.dropped[0].reason
-    assert text_at(view._buffers["why"], 0) == batch.dropped[0].reason
-    assert "disk full" in view._detail["columns"][0]["error"]
-    assert batch.dropped[0].reason[:40] in check_static(view).text
+    (column,) = view._detail["columns"]
+    assert (column["outcome"], column["dropped"]) == ("dropped", dropped.reason) and "disk full" in column["error"]
+    assert text_at(view._buffers["why"], 0) == dropped.reason and dropped.reason[:40] in check_static(view).text
     assert w.TrajectoryView(batch)._about["n"] == 5  # the trajectories in the batch
 
 
@@ -141,8 +138,7 @@ async def test_it_opens_tokens_and_the_stepper() -> None:
     rollout = await agent.rollout(agents.tasks(3), group_size=2)
     view = w.TrajectoryView(rollout, agent=agent)
     await press(view, "tokens", 1)
-    assert isinstance(view.opened, w.TokenView)
-    assert view.opened.tokens == len(rollout.trajectories[1].ids)
+    assert isinstance(view.opened, w.TokenView) and view.opened.tokens == len(rollout.trajectories[1].ids)
     first = view.opened
     await press(first, "stepper", 0)
     assert first.stepper.chain.turns == rollout.trajectories[1].turns, "the agent is handed on"
@@ -181,9 +177,7 @@ def test_10000_trajectories_stay_small() -> None:
     assert sum(map(len, leaves(state["_buffers"]))) < 4_000_000
     assert len(json.dumps(state["_about"])) < 120_000  # contains names of tasks, but no values per trajectory
     put(view, "_selected", list(range(10_000)))
-    assert len(view._detail["columns"]) == 12
-    assert view._detail["of"] == 10_000
-    assert len(view.selection) == 10_000
+    assert (len(view._detail["columns"]), view._detail["of"], len(view.selection)) == (12, 10_000, 10_000)
     put(view, "_query", "word39")
     assert view._found["n"] == 10_000
     check_static(view)
@@ -208,14 +202,13 @@ def nasty() -> list[af.Trajectory]:
         metrics = {text: math.nan, "x": math.inf}
         out.append(af.Trajectory(f"{text}-{i}", task, text, 0, turns, "answered", reward=math.nan, metrics=metrics))
     task = af.Task("t", ({"role": "user", "content": "?"},))
-    out.append(
-        af.Trajectory(
-            "no-action", task, "g", 0, (af.Turn("prompt", "task", (1,), text="p", token_texts=("p",)),), "error"
-        )
-    )
-    out.append(af.Trajectory("no-turn", task, "g", 1, (), "error", error=af.Failure("chat", "E", "no")))
-    out.append(af.Trajectory("text-only", task, "g", 2, (af.Turn("prompt", "task", None, text="p"),), "cancelled"))
-    return out
+    prompt = af.Turn("prompt", "task", (1,), text="p", token_texts=("p",))
+    return [
+        *out,
+        af.Trajectory("no-action", task, "g", 0, (prompt,), "error"),
+        af.Trajectory("no-turn", task, "g", 1, (), "error", error=af.Failure("chat", "E", "no")),
+        af.Trajectory("text-only", task, "g", 2, (af.Turn("prompt", "task", None, text="p"),), "cancelled"),
+    ]
 
 
 def test_nasty_trajectories_are_shown_as_text() -> None:

@@ -84,8 +84,7 @@ def test_bundle_holds_the_live_and_the_static_form() -> None:
 def test_a_view_keeps_no_record_alive() -> None:
     t = trajectory()
     view = w.TokenView(t)
-    assert view.record is t
-    assert view.trajectories == (t,)
+    assert view.record is t and view.trajectories == (t,)
     gone = weakref.ref(t)
     del t
     gc.collect()
@@ -139,8 +138,7 @@ def test_what_the_page_sets_is_checked() -> None:
     put(view, "_rows", [])
     assert view.tokens == 23
     put(view, "_selected", [[0, 9, 99]])
-    assert view.selection.tokens == 2
-    assert "do not exist" in view._notice
+    assert view.selection.tokens == 2 and "do not exist" in view._notice
 
 
 def test_open_and_close_are_told_by_the_pages() -> None:

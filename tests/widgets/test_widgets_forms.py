@@ -221,8 +221,7 @@ async def test_a_reward_form_shows_what_flipped() -> None:
     assert [row[0] for row in form._about["rows"][:4]] == gained
     assert [t.reward for t in rollout.trajectories if t.reward] == []  # the rollout is unchanged
     await press(form, "look", gained[1])
-    assert form.picked is rollout.trajectories[3]
-    assert "Reward 1" in form._detail["new"]
+    assert form.picked is rollout.trajectories[3] and "Reward 1" in form._detail["new"]
     assert list(form.selection) == [form.picked]
     await press(form, "chain_tokens")
     assert form.opened.trajectories == (form.picked,)
@@ -250,8 +249,7 @@ async def test_a_reward_that_is_defined_again_is_scored_again() -> None:
     exec(source.format("1.0"), cell)
     form._redefined()  # called by the hook after each cell
     await asyncio.wait(form._jobs)
-    assert form._about["new"]["mean"] == "1"
-    assert form._about["last"]["mean"] == "0.25"
+    assert (form._about["new"]["mean"], form._about["last"]["mean"]) == ("1", "0.25")
     assert form.reward[0] is cell["mine"]
     show(form)
     hide(form)

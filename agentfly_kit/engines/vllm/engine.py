@@ -15,14 +15,14 @@ import time
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine, check_scorer
 from agentfly_kit.engines.vllm.host import Host, load_config
 from agentfly_kit.engines.vllm.weight_transfer import architecture, check_architecture
 from agentfly_kit.engines.vllm.worker import EXTRA_COLUMNS
-from agentfly_kit.errors import EngineError, check_choice, check_value
+from agentfly_kit.errors import EngineError, check_value
 from agentfly_kit.policy.policy import Policy, read_json
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
 
@@ -47,10 +47,6 @@ class VLLMEngine(Engine):
         model: Folder in the transformers layout (as written by `Policy.save`), hub name, or Policy. The weights of a
             Policy are first saved to a temporary folder.
         stop_ids: Ids that end a turn; by default those of the chat template.
-        weights: Transport of the weights in `update`. "ipc" uses CUDA IPC and requires the policy and vLLM to be on
-            the same GPU. "shm" uses shared host memory. "auto" uses "ipc" if possible, else "shm";
-            `engine.last_transport` is the transport of the last update. The weights pass through a buffer of at most
-            512 MiB for "ipc" and 64 MiB for "shm".
         alternatives: Number of most probable tokens to record at each position in `Turn.alternatives`; 0 to record
             none.
         engine_args: Arguments of vLLM's AsyncEngineArgs. By default, this engine uses the dtype of the checkpoint (vLLM
@@ -68,12 +64,10 @@ class VLLMEngine(Engine):
         model: str | Path | Policy,
         *,
         stop_ids: Sequence[int] | None = None,
-        weights: Literal["auto", "ipc", "shm"] = "auto",
         alternatives: int = 0,
         **engine_args: Any,
     ) -> None:
         check_value("alternatives", alternatives, "int", f"of at least 0 and at most {_MAX_TOP}")
-        check_choice("weights", weights, Literal["auto", "ipc", "shm"])
         self.alternatives = alternatives
         # Policy or path shown in messages and in the record of a run; `model` may be a temporary folder.
         self.name = repr(model) if isinstance(model, Policy) else repr(str(model))
@@ -95,7 +89,6 @@ class VLLMEngine(Engine):
         self._text_config = self._config.get_text_config()  # config of the language model, if the model has other parts
         self._stop_ids = tuple(stop_ids) if stop_ids is not None else None
         self._initial_version = int(read_json(Path(self.model) / "policy.json").get("version", 0))
-        self._weights = weights
         self._version = self._initial_version
         self._host: Host | None = None
         self._closed = False
@@ -114,11 +107,6 @@ class VLLMEngine(Engine):
     def version(self) -> int:
         host = self._host
         return host.version if host is not None else self._version
-
-    @property
-    def last_transport(self) -> str | None:
-        """Transport of the last update, with the reason for a fallback: "ipc" or "shm (the policy is on cpu, ...)"."""
-        return self._host.last_transport if self._host is not None else None
 
     @property
     def max_length(self) -> int:
@@ -159,8 +147,7 @@ class VLLMEngine(Engine):
     def __repr__(self) -> str:
         host = self._host
         state = "closed" if self._closed else "not started" if host is None else host.state
-        sent = f", weights sent by {self.last_transport.split()[0]}" if self.last_transport else ""
-        return f"VLLMEngine({self.name}, version {self.version}, {state}{sent}, not reproducible)"
+        return f"VLLMEngine({self.name}, version {self.version}, {state}, not reproducible)"
 
     # --- start and shutdown ---
 
@@ -374,21 +361,21 @@ class VLLMEngine(Engine):
     async def update(self, policy: Any) -> None:
         """Load the policy's weights into vLLM. Running requests are paused and continue with the new weights.
 
-        The weights are sent in chunks. An adapter is merged into them, and the value head is left out. Caches computed
-        with the old weights are discarded. `policy.lock` is held during the transfer. If the call is cancelled before
-        vLLM has received any weights, nothing changes. If it is cancelled later, the update continues in the
-        background, and `version` changes when the update is complete.
+        The weights are sent in chunks of at most 64 MiB through shared host memory. An adapter is merged into them, and
+        the value head is left out. Caches computed with the old weights are discarded. `policy.lock` is held during the
+        transfer. If the call is cancelled before vLLM has received any weights, nothing changes. If it is cancelled
+        later, the update continues in the background, and `version` changes when the update is complete.
 
         If vLLM fails during an update, its weights are undefined, and the engine does not sample until an update
         succeeds.
 
         Raises:
-            EngineError: If vLLM fails, the policy has a different architecture, or `weights="ipc"` is not possible. In
-                the last two cases, the engine keeps its weights.
+            EngineError: If vLLM fails, or the policy has a different architecture. In the latter case, the engine keeps
+                its weights.
         """
         check_architecture(f"this engine, which serves {self.name},", architecture(self._config), policy)
         host = await self._ready()
-        await host.load(policy, self._weights)
+        await host.load(policy)
 
 
 def _check_columns(got: Any, columns: int) -> None:

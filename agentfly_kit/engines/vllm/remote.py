@@ -42,7 +42,7 @@ async def update_servers(policy: Policy, engines: Sequence[OpenAIEngine]) -> lis
 
 async def _deliver(policy: Policy, transport: Literal["shm", "http"], servers: list[_Server]) -> None:
     addresses = [server.listen for server in servers] if transport == "http" else []
-    async with Delivery(policy, transport, CHUNK[transport], addresses) as delivery:
+    async with Delivery(policy, transport, CHUNK, addresses) as delivery:
 
         async def call(
             _: str, handle: dict[str, Any], slices: list[TensorSlice], number: int, last: bool

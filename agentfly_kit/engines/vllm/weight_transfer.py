@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
 
-from agentfly_kit.engines.vllm.buffers import CudaMemory, ServedMemory, SharedMemory, TensorSlice
+from agentfly_kit.engines.vllm.buffers import ServedMemory, SharedMemory, TensorSlice
 from agentfly_kit.errors import EngineError
 
 if TYPE_CHECKING:
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
     from agentfly_kit.policy.policy import Policy
 
-# CUDA IPC, shared host memory, or HTTP.
-WeightTransport = Literal["ipc", "shm", "http"]
+# Shared host memory, or HTTP.
+WeightTransport = Literal["shm", "http"]
 # A weight's name, a tensor with its dtype and shape, and a function that returns its values, with any adapter merged.
 WeightSource = tuple[str, "torch.Tensor", "Callable[[], torch.Tensor]"]
 
 # Maximum size of the transfer buffer in bytes, for models of any size. Small chunks are copied faster in host memory,
 # but each chunk requires its own message.
-CHUNK: dict[WeightTransport, int] = {"shm": 64 << 20, "ipc": 512 << 20, "http": 64 << 20}
+CHUNK = 64 << 20
 # Settings that must be equal in the sending and the receiving model.
 _ARCHITECTURE = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
 # Alignment of tensors in the buffer in bytes, so that they can be viewed as any dtype.
@@ -169,19 +169,17 @@ def layout(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list
 
 
 def pack(values: dict[str, Callable[[], torch.Tensor]], slices: Iterable[TensorSlice], buffer: torch.Tensor) -> None:
-    """Write slices of the weights `values` into the uint8 tensor `buffer`, and wait for the copies to finish."""
+    """Write slices of the weights `values` into the uint8 tensor `buffer`, which is in host memory."""
     import torch
 
     for name, _, _, done, start, part in slices:
         if part:
             flat = values[name]().contiguous().view(-1).view(torch.uint8)
-            if flat.is_cpu and buffer.is_cpu:
+            if flat.is_cpu:
                 # Copy with numpy; torch would start a thread pool, which takes 20 ms per delivery.
                 buffer[start : start + part].numpy()[:] = flat[done : done + part].numpy()
             else:
                 buffer[start : start + part].copy_(flat[done : done + part])
-    if buffer.is_cuda:
-        torch.cuda.synchronize(buffer.device)
 
 
 class ChunkReader:
@@ -191,7 +189,7 @@ class ChunkReader:
         self._parts: dict[str, tuple[torch.Tensor, int]] = {}
 
     def read(self, slices: Iterable[TensorSlice], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the names and values of the tensors completed by this chunk, on the buffer's device.
+        """Yield the names and values of the tensors completed by this chunk.
 
         Raises:
             ValueError: If a slice does not continue its tensor or exceeds the buffer.
@@ -211,7 +209,7 @@ class ChunkReader:
                 yield name, buffer[start : start + part].clone().view(dtype).view(shape)
                 continue
             if whole is None:
-                whole = torch.empty(size, dtype=torch.uint8, device=buffer.device)
+                whole = torch.empty(size, dtype=torch.uint8)
             whole[done : done + part].copy_(buffer[start : start + part])
             if done + part == size:
                 yield name, whole.view(dtype).view(shape)
@@ -228,7 +226,7 @@ class ChunkReader:
 
 
 class BufferNotOpened(Exception):
-    """Raised when the sender cannot share the buffer, or a worker cannot open it."""
+    """Raised when a worker cannot open the buffer."""
 
 
 class Delivery:
@@ -253,7 +251,7 @@ class Delivery:
         # A single thread ensures that the buffer is released after all other work, even on an error or a cancellation.
         self._thread = ThreadPoolExecutor(1, "agentfly-weights")
         self._locked = False
-        self._buffer: SharedMemory | CudaMemory | ServedMemory | None = None
+        self._buffer: SharedMemory | ServedMemory | None = None
         self._chunks: list[list[TensorSlice]] = []
         self._values: dict[str, Callable[[], torch.Tensor]] = {}
 
@@ -284,12 +282,7 @@ class Delivery:
         self._values = {name: values for name, _, values in found}
         self._chunks = layout([(name, like) for name, like, _ in found], self._limit)
         size = max((start + part for chunk in self._chunks for *_, start, part in chunk), default=0)
-        if self.transport == "ipc":
-            try:
-                self._buffer = CudaMemory(size, found[0][1].device)
-            except RuntimeError as error:
-                raise BufferNotOpened(f"{type(error).__name__}: {error}") from error
-        elif self.transport == "http":
+        if self.transport == "http":
             try:
                 self._buffer = ServedMemory(size, self._addresses)
             except OSError as error:

@@ -14,7 +14,7 @@ import signal
 import threading
 from typing import Any
 
-from agentfly_kit.engines.vllm.buffers import TensorSlice, fetch_chunk, gpu_uuid, open_buffer
+from agentfly_kit.engines.vllm.buffers import TensorSlice, fetch_chunk, open_buffer
 from agentfly_kit.engines.vllm.weight_transfer import ChunkReader, architecture
 
 # Number of columns that `exact_sampler` inserts between the logprob of the sampled token and the top logprobs.
@@ -26,17 +26,12 @@ class WorkerExtension:
 
     model_runner: Any
     vllm_config: Any
-    device: Any
     _agentfly_receiver: _WeightReceiver | None = None
 
-    def agentfly_prepare(self, parent_pid: int) -> dict[str, Any]:
-        """Kill this process when its parent exits, and install the exact sampler.
-
-        Returns:
-            A dict with "exact", which is True if the sampler was installed, and "gpu_uuid", which is "" on a CPU.
-        """
+    def agentfly_prepare(self, parent_pid: int) -> bool:
+        """Kill this process when its parent exits, and return True if the exact sampler could be installed."""
         exit_with(parent_pid, os.getppid(), os.getpid())
-        return {"exact": exact_sampler(self.model_runner), "gpu_uuid": gpu_uuid(self.device)}
+        return exact_sampler(self.model_runner)
 
     def agentfly_describe(self) -> dict[str, Any]:
         """Return the `architecture` settings and the dtype of the served model."""
@@ -65,10 +60,10 @@ class WorkerExtension:
         if number == 0:
             self.agentfly_abort()
             try:
-                buffer = open_buffer(handle, self.device)
+                buffer = open_buffer(handle)
                 if "url" in handle:
                     fetch_chunk(handle["url"], slices, buffer)
-            except Exception as error:  # GPU drivers raise errors of many types
+            except Exception as error:
                 return f"{type(error).__name__}: {error}"
             self._agentfly_receiver = _WeightReceiver(self.model_runner.get_model(), self.vllm_config, buffer)
         if self._agentfly_receiver is None:
@@ -121,8 +116,6 @@ class _WeightReceiver:
             self._loaded = None if self._loaded is None or loaded is None else self._loaded | set(loaded)
             if last:
                 self._finish()
-        if self.buffer.is_cuda:
-            torch.cuda.synchronize(self.buffer.device)  # the sender overwrites the buffer after this returns
         if last:
             unseen = self._wanted - self._loaded if self._loaded is not None else set()
             lacks = sorted({*self._unpacking.unfinished, *unseen})
@@ -146,9 +139,6 @@ class _WeightReceiver:
 
         with torch.no_grad(), set_current_vllm_config(self._config), contextlib.suppress(Exception):
             self._finish()
-        if self.buffer.is_cuda:
-            with contextlib.suppress(Exception):
-                torch.cuda.synchronize(self.buffer.device)  # finish pending copies before the buffer is closed
 
 
 def exit_with(parent_pid: int, *processes: int) -> None:

@@ -1,6 +1,6 @@
 """chess: puzzles against a scripted defender. Mates in one and two moves are included; Lichess puzzles can be loaded.
 
-The rules are implemented here, without python-chess (GPL-3).
+The package python-chess (GPL-3) is imported on first use.
 """
 
 from __future__ import annotations
@@ -9,17 +9,20 @@ import csv
 import os
 import random
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.chess import puzzles
-from agentfly_kit.envs.chess.board import Board, Move
+from agentfly_kit.envs.chess.board import INSTALL, after, defence, diagram, fen_of, from_fen, read
 from agentfly_kit.envs.family import Family, existing_file, int_field, shipped_rows, tool_outputs
 from agentfly_kit.envs.family import Move as Play
 from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, ToolResult
+
+if TYPE_CHECKING:
+    from chess import Board, Move
 
 
 class Chess:
@@ -38,18 +41,18 @@ class Chess:
             int_field(task, "mate", 1)
         elif not line:
             raise TaskError("a chess puzzle must have a field 'solution' or 'mate'")
-        walk(Board.from_fen(str(fields.get("fen"))), line)
+        walk(from_fen(str(fields.get("fen"))), line)
 
     async def reset(self, task: Task, seed: int) -> str:
         fields = task.fields
-        self.board = Board.from_fen(str(fields.get("fen")))
+        self.board = from_fen(str(fields.get("fen")))
         self.line: list[str] = list(fields.get("solution") or ())
         self.mate: int | None = fields.get("mate")
         self.left = self.mate if self.mate is not None else (len(self.line) + 1) // 2
         self.moves: list[str] = []
         self.illegal = 0
         self.first = self.won = self.done = False
-        return self.board.text()
+        return diagram(self.board)
 
     @tool
     async def play(self, move: str) -> ToolResult:
@@ -58,7 +61,7 @@ class Chess:
         Args:
             move: for example "e7e8q" or "e8=Q".
         """
-        found = self.board.read(move)
+        found = read(self.board, move)
         if found is None:
             self.illegal += 1
             return ToolResult(False, f"{move!r:.60} is not a legal move here; `moves` lists the legal moves.")
@@ -67,7 +70,7 @@ class Chess:
         self.first = self.first or (own == 0 and right)
         san = self._make(found)
         self.left -= 1
-        if self.board.mate:
+        if self.board.is_checkmate():
             self.won = self.done = True
             return ToolResult(True, f"{san}: checkmate.")
         if self.mate is None and not right:
@@ -76,37 +79,37 @@ class Chess:
         if self.mate is None and not self.left:
             self.won = self.done = True
             return ToolResult(True, f"{san}: solved.")
-        if self.board.stalemate or not self.left:
+        if self.board.is_stalemate() or not self.left:
             self.done = True
-            return ToolResult(True, f"{san}: {'stalemate' if self.board.stalemate else 'no mate'}.")
+            return ToolResult(True, f"{san}: {'stalemate' if self.board.is_stalemate() else 'no mate'}.")
         reply = self._make(self._reply())
-        self.done = self.board.mate
-        return ToolResult(True, f"{san} {reply}{': you are checkmated.' if self.done else ''}\n{self.board.text()}")
+        self.done = self.board.is_checkmate()
+        return ToolResult(True, f"{san} {reply}{': you are checkmated.' if self.done else ''}\n{diagram(self.board)}")
 
     def _make(self, move: Move) -> str:
         san = self.board.san(move)
-        self.board = self.board.push(move)
+        self.board = after(self.board, move)
         self.moves.append(str(move))
         return san
 
     def _reply(self) -> Move:
         played = len(self.moves)
         if self.mate is None or (self.moves == self.line[:played] and played < len(self.line)):
-            reply = self.board.read(self.line[played])
+            reply = read(self.board, self.line[played])
         else:
-            reply = self.board.defence()
+            reply = defence(self.board)
         assert reply is not None
         return reply
 
     @tool(name="moves")
     async def legal_moves(self) -> str:
         """List the legal moves."""
-        return ", ".join(sorted(self.board.san(move) for move in self.board.legal()))
+        return ", ".join(sorted(self.board.san(move) for move in self.board.legal_moves))
 
     @tool(name="board")
     async def shown(self) -> str:
         """Show the board, and its FEN."""
-        return f"{self.board.text()}\n{self.board.fen}"
+        return f"{diagram(self.board)}\n{fen_of(self.board)}"
 
     async def reward(self) -> dict[str, float]:
         """Return 1 if the chain mated or completed the solution, else 0.
@@ -125,10 +128,10 @@ def walk(board: Board, moves: Sequence[str]) -> list[Board]:
     """Return the position after each move, or raise SettingsError for an illegal move."""
     found = []
     for text in moves:
-        move = board.read(text)
+        move = read(board, text)
         if move is None:
-            raise SettingsError(f"{text!r} is not a legal move in {board.fen!r}")
-        board = board.push(move)
+            raise SettingsError(f"{text!r} is not a legal move in {fen_of(board)!r}")
+        board = after(board, move)
         found.append(board)
     return found
 
@@ -167,16 +170,16 @@ def tasks_in(file: str | os.PathLike[str], n: int | None = None) -> Tasks:
 def _lichess(row: dict[str, str], where: str) -> dict[str, Any]:
     first, *line = (row["Moves"] or "").split() or [""]
     try:
-        board, *_ = walk(Board.from_fen(row["FEN"]), [first, *line])
+        board, *_ = walk(from_fen(row["FEN"]), [first, *line])
     except SettingsError as error:
         raise SettingsError(f"{where}: {error}") from error
     if not line:
         raise SettingsError(f"{where}: a puzzle must have at least two moves, starting with the opponent's")
-    side = "White" if board.turn == "w" else "Black"
+    side = "White" if board.turn else "Black"
     return {
         "id": row["PuzzleId"],
-        "question": f"{side} to move. Find the best moves.\n{board.fen}",
-        "fen": board.fen,
+        "question": f"{side} to move. Find the best moves.\n{fen_of(board)}",
+        "fen": fen_of(board),
         "solution": line,
         "rating": int(row["Rating"]) if (row.get("Rating") or "").isdecimal() else None,
         "themes": (row.get("Themes") or "").split(),
@@ -192,7 +195,7 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Play:
     """Play a random move that is legal in the initial position."""
-    moves = sorted(str(move) for move in Board.from_fen(task.fields["fen"]).legal())
+    moves = sorted(str(move) for move in from_fen(task.fields["fen"]).legal_moves)
     return "play", {"move": rng.choice(moves)}
 
 
@@ -204,6 +207,9 @@ family = Family(
     expert_player=expert_player,
     random_player=random_player,
     max_turns=6,
+    licence="that of the project; that of the package chess is GPL-3",
+    needs=("chess",),
+    install=INSTALL,
     size="128 train and 64 test tasks included; any number can be generated",
     splits=dict(puzzles.SIZES),
 )

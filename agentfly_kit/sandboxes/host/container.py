@@ -11,7 +11,7 @@ import functools
 import os
 import socket
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -224,23 +224,27 @@ class ContainerProcess(SandboxProcess):
 
     def destroy(self) -> None:
         """End the container and release all resources. Blocks for about 0.1 s."""
-        with self._lock:
+        self._end(self._remove)
+
+    def _end(self, remove: Callable[[], None]) -> None:
+        # The stack carries out every step, even if SIGINT raises KeyboardInterrupt during an earlier one.
+        with self._lock, contextlib.ExitStack() as last_first:
             if self._destroyed:
                 return
             self._destroyed = True
-            self.disconnect()
             if os.getpid() == self.owner_pid:
-                self._remove()
+                last_first.callback(remove)
+            last_first.callback(self.disconnect)
 
     def _remove(self) -> None:
-        if self.stream is not None:
-            self.stream.thread.join(5.0)
-        if self.id is not None:
-            try:
-                with _client(self.url) as api:
+        try:
+            if self.stream is not None:
+                self.stream.thread.join(5.0)
+        finally:
+            if self.id is not None:
+                # If the engine is unreachable or refuses, the container exits anyway, because its input has ended.
+                with contextlib.suppress(SandboxError), _client(self.url) as api:
                     _remove_container(api, self.id)
-            except SandboxError:
-                pass  # the engine is unreachable or refuses; the container exits anyway, because its input has ended
 
     def stop(self) -> None:
         """Disconnect from the container's first process, which then exits, so that the engine removes the container."""
@@ -249,14 +253,11 @@ class ContainerProcess(SandboxProcess):
 
     def kill(self) -> None:
         """Like `destroy`, but remove the container on a background thread."""
-        with self._lock:
-            if self._destroyed:
-                return
-            self._destroyed = True
-            self.disconnect()
-        if os.getpid() == self.owner_pid:
-            with contextlib.suppress(RuntimeError):  # Python is shutting down; the end of input ends the container
-                threading.Thread(target=self._remove, name="agentfly-container-removal", daemon=True).start()
+        self._end(self._remove_in_background)
+
+    def _remove_in_background(self) -> None:
+        with contextlib.suppress(RuntimeError):  # Python is shutting down; the end of input ends the container
+            threading.Thread(target=self._remove, name="agentfly-container-removal", daemon=True).start()
 
 
 def _remove_container(api: Any, id: str) -> None:
