@@ -381,7 +381,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         if found is not None and self._state.steps >= self.total > self._steps_yielded and workers.is_main:
             warnings.warn(
                 f"the run in {str(self.path)!r} is complete: its steps are replayed and nothing is trained; to "
-                "train again, use another folder or resume=False",
+                "continue it, use more steps; to train again, use another folder or resume=False",
                 stacklevel=4,
             )
         await workers.run_on_main(self.run.truncate, self._state.steps)
