@@ -153,6 +153,7 @@ async def evaluate(
         seconds += rollout.seconds
         forks_refused += rollout.forks_refused
     rollout = Rollout.from_trajectories(found, seconds, not_run, forks_refused)
+    rollout = dataclasses.replace(rollout, splits=getattr(tasks, "split_names", {}))
     return summarise(rollout, samples * len(seeds), greedy=agent.sampling.greedy)
 
 

@@ -52,6 +52,12 @@ class Tasks(Displayable, Sequence[Task]):
         """Number of tasks in each split, keyed by name."""
         return dict(Counter(split for split in self._splits if split is not None))
 
+    @property
+    def split_names(self) -> dict[str, str]:
+        """Name of the split of each task that belongs to one, keyed by task id."""
+        pairs = zip(self._tasks, self._splits, strict=True)
+        return {task.id: split for task, split in pairs if split is not None}
+
     def split(self, name: str) -> Tasks:
         """Return the tasks of one split.
 

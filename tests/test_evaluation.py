@@ -138,3 +138,17 @@ async def test_a_budget_applies_to_each_seed() -> None:
     e = await af.evaluate(played([call("1+1"), "5"]), tasks(2), 2, max_concurrency=1, group_budget=af.Budget(turns=2))
     assert [len(group) for group in e.rollout.groups] == [1, 1]
     assert set(e.rollout.not_run.values()) == {"group_turns"}
+
+
+async def test_the_reprs_count_the_tasks_of_each_split() -> None:
+    rows = {
+        "train": [{"question": f"{i}?", "answer": "1"} for i in range(3)],
+        "test": [{"question": "x", "answer": ""}],
+    }
+    given = af.tasks_from(rows)
+    a = agent(max_turns=1)
+    run = a.rollout(given)
+    assert "<rollout of 4 tasks (3 train, 1 test) x 1 has not run" in repr(run)
+    assert "Rollout(4 tasks (3 train, 1 test), 4 chains" in repr(await run)
+    assert "Rollout(4 tasks (3 train, 1 test), 4 chains" in repr((await af.evaluate(a, given)).rollout)
+    assert "Rollout(3 tasks, 3 chains" in repr(await a.rollout(given.train))

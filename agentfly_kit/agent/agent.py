@@ -102,7 +102,8 @@ class Agent(AgentSettings):
             workers: worker processes that run the groups, created by `af.ray.workers`. With None, this process runs
                 them. `max_concurrency` and the limits of the agent apply to each worker.
         """
+        given, splits = task_list(tasks), getattr(tasks, "split_names", {})
         request = RolloutRequest(
-            task_list(tasks), group_size, branch, max_concurrency, budget, group_budget, index, purpose, share
+            given, group_size, branch, max_concurrency, budget, group_budget, index, purpose, share, splits
         )
         return RolloutHandle(self, request, workers, progress)

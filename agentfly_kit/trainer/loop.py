@@ -30,6 +30,7 @@ from agentfly_kit.errors import (
     AgentFlyError,
     RunError,
     SettingsError,
+    TaskError,
     TrainingError,
     check_instance,
     checks_keywords,
@@ -73,7 +74,7 @@ def train(
     Args:
         agent: Agent that samples the chains with `policy`. It needs a reward unless advantage="none".
         policy: Policy to train, starting from its current weights.
-        tasks: Training tasks.
+        tasks: Training tasks, such as `tasks.train` if the tasks have splits.
         config: Settings; None uses the defaults of `TrainConfig`.
         run: Folder of the run. If it contains a run with the same config, agent, tasks and initial policy, that run
             is continued. If that run is complete, its recorded steps are replayed and its final weights are loaded.
@@ -97,11 +98,15 @@ def train(
         RunMismatch: If the folder contains a different run, or a function of the agent was redefined after this call.
         RunError: If the folder is damaged or contains something other than a run.
         SettingsError: If the settings are inconsistent with the agent, the policy, the tasks or the accelerator.
-        TaskError: If there are no tasks.
+        TaskError: If there are no tasks, or if they contain tasks of other splits in addition to the split "train".
     """
     check_instance("agent", agent, Agent, "an af.Agent")
     check_instance("policy", policy, Policy, "an af.Policy")
     check_instance("config", config, TrainConfig | None, "an af.TrainConfig, or None for the defaults")
+    splits = getattr(tasks, "splits", {})
+    if "train" in splits and len(splits) > 1:
+        counts = " and ".join(f"{count} {name}" for name, count in splits.items())
+        raise TaskError(f"tasks must not contain held-out tasks, got {counts} tasks; pass tasks.train")
     group = WorkerGroup(accelerator)
     sampler = RolloutSampler(agent, policy, task_list(tasks), config or TrainConfig(), group, workers)
     return TrainRun(sampler, task_list(eval_tasks) if eval_tasks else [], run, resume, progress, teacher)

@@ -170,6 +170,11 @@ async def tracked_late() -> None:
     (lambda: unusual(policy=None), af.errors.SettingsError, "policy must be "),
     (lambda: unusual(config={"steps": 1}), af.errors.SettingsError, "got {'steps': 1}"),
     (lambda: start(given=[]), af.errors.TaskError, "at least one task"),
+    (
+        lambda: start(given=af.load_tasks("calculator")),
+        af.errors.TaskError,
+        "must not contain held-out tasks, got 2000 train and 1024 test tasks; pass tasks.train",
+    ),
     (lambda: start(config=made(advantage="gae")), af.errors.SettingsError, "value_head=True"),
     (lambda: start(config=made(evaluate_every=1)), af.errors.SettingsError, "needs eval_tasks="),
     (
