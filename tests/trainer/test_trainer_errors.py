@@ -52,11 +52,6 @@ NONE = {"advantage": "none", "teacher_coef": 1.0}
     (lambda: made(lr=math.inf), af.errors.SettingsError, "lr must be a finite number above 0, got inf"),
     (lambda: made(lr=math.nan), af.errors.SettingsError, "lr must be a finite number above 0, got nan"),
     (
-        lambda: made(lr=1e-6),
-        af.errors.SettingsError,
-        "lr=1e-06, which is below the default lr_end=3e-05; use lr_end=None",
-    ),
-    (
         lambda: made(lr_end=math.inf),
         af.errors.SettingsError,
         "lr_end must be a finite number of at least 0 or None, got inf",
