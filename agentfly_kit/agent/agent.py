@@ -96,7 +96,7 @@ class Agent(AgentSettings):
             index: index of the rollout. All seeds depend on `index` and `purpose`, so that equal values give equal
                 trajectories if the engine is deterministic.
             purpose: what the rollout is used for, such as "evaluate".
-            progress: show a progress bar.
+            progress: show a progress bar that remains after the rollout.
             share: pair (i, n) if n processes share the rollout and this is process i, which runs every n-th task,
                 starting with task i. Ids and seeds of the chains depend neither on `share` nor on `workers`.
             workers: worker processes that run the groups, created by `af.ray.workers`. With None, this process runs

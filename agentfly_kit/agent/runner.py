@@ -16,7 +16,7 @@ from agentfly_kit._async import threads
 from agentfly_kit._async.gc_pause import relaxed_gc
 from agentfly_kit._async.interrupts import keep_interruptible
 from agentfly_kit._async.pending_call import Handle, cancelling, wait_all, warn_or_log
-from agentfly_kit._display import Displayable, explain_interrupt
+from agentfly_kit._display import Displayable, explain_interrupt, show_progress
 from agentfly_kit.agent.budget import BudgetUsage
 from agentfly_kit.agent.chain import call_hook
 from agentfly_kit.agent.chain_editing import Chain, create_chain
@@ -219,7 +219,9 @@ class RolloutHandle(Handle[Rollout], Displayable):
 
     async def _run(self) -> Rollout:
         # If a tool starts this rollout, it must not run in the threads of that tool's sandboxes.
-        with relaxed_gc(), threads.using():
+        watched = self._shows_bar or self.agent.watch is not None or bool(self._progress.listeners)
+        line = show_progress(lambda: f"{len(self._done)} of {self.total} chains finished")
+        with relaxed_gc(), threads.using(), contextlib.nullcontext() if watched else line:
             await self._run_chains()
         if self.agent.group_reward is not None and self._remote is None:  # remote workers have already added it
             async with asyncio.TaskGroup() as comparing:

@@ -14,9 +14,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from agentfly_kit._display import Displayable, loading
+from agentfly_kit._display import Displayable, show_progress
 from agentfly_kit.chat.chat import Chat, History
-from agentfly_kit.errors import PolicyError, SettingsError
+from agentfly_kit.errors import PolicyError, SettingsError, list_neighbours
 from agentfly_kit.policy.cpu import warn_if_bfloat16_is_slow
 from agentfly_kit.policy.forward import LanguageModel, ScoreName
 from agentfly_kit.policy.value_head import Critic, ValueHead
@@ -142,7 +142,7 @@ class Policy(Displayable, LanguageModel):
                 weights = str(folder / weights)
 
         try:
-            with loading(f"the policy {Path(path).name!r}"), _without_progress_bar():
+            with show_progress(lambda: f"loading the policy {Path(path).name!r}"), _without_progress_bar():
                 from transformers import AutoModelForCausalLM, AutoTokenizer
 
                 model: Any = AutoModelForCausalLM.from_pretrained(weights, dtype=dtype, **model_kwargs)
@@ -315,8 +315,18 @@ def _policy_folder(path: str | Path) -> Path:
     """Return the folder that contains the policy. If `path` is a training run, this is its last checkpoint."""
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        if str(path).startswith((".", "/", "~")):
-            raise PolicyError(f"path must be a folder written by Policy.save or a hub name, got {str(path)!r}")
+        # A hub name has at most one slash. If its first part is a local folder, it was meant as a path.
+        parts = folder.parts
+        if (
+            isinstance(path, Path)
+            or path[:1] in "./~"
+            or len(parts) > 2
+            or (len(parts) == 2 and folder.parent.is_dir())
+        ):
+            raise PolicyError(
+                f"path must be a folder written by Policy.save or a hub name, got {str(path)!r}, which does not exist; "
+                f"{list_neighbours(folder)}"
+            )
         return folder
     if (folder / "run.json").exists():
         found = [folder / name for name in ("checkpoint", "checkpoint.before") if (folder / name / "done").exists()]

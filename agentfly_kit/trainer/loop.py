@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentfly_kit import losses
 from agentfly_kit._async.pending_call import Handle, run_in_thread, wait_all
-from agentfly_kit._display import Displayable, explain_interrupt
+from agentfly_kit._display import Displayable, explain_interrupt, show_progress
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.request import GroupWorkers
 from agentfly_kit.agent.rollout import Rollout
@@ -51,7 +51,7 @@ from agentfly_kit.trainer.updates import Updater
 from agentfly_kit.types import Task
 
 if TYPE_CHECKING:
-    from agentfly_kit.diagnosis import Findings
+    from agentfly_kit._evidence import Findings
 
 
 @checks_keywords
@@ -81,7 +81,7 @@ def train(
             None creates a temporary folder.
         eval_tasks: Tasks to evaluate every `config.evaluate_every` iterations; this setting must be above 0.
         resume: Whether to continue a run in the folder. False discards its contents and starts from scratch.
-        progress: Whether to show a progress bar. For curves, display `widgets.TrainView(run)` before awaiting the run.
+        progress: Whether to show a progress bar that remains. For curves, display `widgets.TrainView(run)` first.
         accelerator: An accelerate.Accelerator with several processes, each of which must make the same call. The tasks
             of an iteration and the rows of an update are distributed over the processes. All processes must have access
             to the folder. Results equal those of a single process up to rounding errors.
@@ -147,7 +147,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self.stopping = False
         self._sampler, self._updater = sampler, Updater(sampler, teacher)
         self._workers = sampler.workers
-        self._progress = progress
+        self._progress = self._watched = progress
         self._bar: Any = None
         self._temporary = run is None
         if run is None:
@@ -224,6 +224,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
 
     def subscribe(self, callback: Callable[[dict[str, float]], object]) -> Callable[[], None]:
         """Register a callback that receives the record of each new step. Return a function that unregisters it."""
+        self._watched = True
         return self.run.subscribe(callback)
 
     def track(self, *trackers: Any) -> TrainRun:
@@ -283,8 +284,10 @@ class TrainRun(Handle["TrainRun"], Displayable):
     # --- running ---
 
     async def _wait(self) -> TrainRun:
-        async for _ in self:
-            pass
+        line = show_progress(lambda: f"training, {len(self.records)} of {self.total} steps done")
+        with contextlib.nullcontext() if self._watched else line:
+            async for _ in self:
+                pass
         return self
 
     def _update_bar(self, step: TrainStep | None) -> None:
