@@ -30,6 +30,16 @@ if TYPE_CHECKING:
 Pair: TypeAlias = tuple[Trajectory, Trajectory]
 
 
+class Trajectories(tuple[Trajectory, ...], Displayable):
+    """Tuple of trajectories, whose repr shows the first eight."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        more = [f"and {len(self) - 8} more; rollout.to_frame() has one row for each"] if len(self) > 8 else []
+        return "\n".join([*map(repr, self[:8]), *more]) or "()"
+
+
 @dataclass(frozen=True)
 class Rollout(Displayable):
     """Finished chains, grouped by task, in the order of the tasks.
@@ -52,8 +62,8 @@ class Rollout(Displayable):
     splits: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def trajectories(self) -> tuple[Trajectory, ...]:
-        return tuple(t for group in self.groups for t in group.trajectories)
+    def trajectories(self) -> Trajectories:
+        return Trajectories(t for group in self.groups for t in group.trajectories)
 
     @property
     def tasks(self) -> tuple[Task, ...]:
