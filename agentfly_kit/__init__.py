@@ -10,6 +10,7 @@ import functools
 import importlib
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +61,12 @@ _REMOVED = {
 def __getattr__(name: str) -> Any:
     if name not in _WHERE and name not in _MODULES:
         raise _missing(name)
-    with _display.loading(f"agentfly_kit.{name}"):
+    known = "torch" in sys.modules
+
+    def describe() -> str:
+        return "loading torch, about 10 s" if "torch" in sys.modules and not known else f"loading agentfly_kit.{name}"
+
+    with _display.show_progress(describe):
         module = importlib.import_module(f"agentfly_kit.{_WHERE.get(name) or _MODULES[name]}")
     value = getattr(module, name) if name in _WHERE else module
     globals()[name] = value

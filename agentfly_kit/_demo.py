@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 SUCCESS = re.compile(r"success: (\d*\.\d+) -> (\d*\.\d+)(?![^\s'\"])")
-LOADING = re.compile(r"(loading [^\n]+ \.\.\.\n)+")
 ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
@@ -41,11 +40,11 @@ def title(source: str) -> str:
 
 
 def static(notebook: Any) -> None:
-    """Remove loading messages and memory addresses, and the widget version of outputs that have a text/html version."""
+    """Remove empty outputs and memory addresses, and the widget version of outputs that have a text/html version."""
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         if "outputs" in cell:
-            cell.outputs = [o for o in cell.outputs if not LOADING.fullmatch(o.get("text", "-"))]
+            cell.outputs = [o for o in cell.outputs if o.get("data") != {}]  # `show_progress` leaves empty outputs
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if "text/plain" in data:

@@ -11,11 +11,12 @@ import re
 import reprlib
 import sys
 import threading
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-# Delay in seconds before `loading` shows its message.
-_LOADING_DELAY = 1.0
+# Interval in seconds at which `show_progress` updates its text.
+_PROGRESS_SECONDS = 1.0
 
 
 class _ShortRepr(reprlib.Repr):
@@ -129,27 +130,44 @@ def explain_interrupt(error: BaseException, text: str) -> None:
 
 
 @contextlib.contextmanager
-def loading(what: str) -> Iterator[None]:
-    """Context manager that prints "loading WHAT ..." in a notebook or terminal if the block takes over a second."""
+def show_progress(describe: Callable[[], str]) -> Iterator[None]:
+    """Context manager that shows a line of text in a notebook or terminal while the block runs, and then removes it.
+
+    Nothing is shown for the first second. The line is not part of the saved outputs of a notebook.
+
+    Args:
+        describe: Function that returns the text, such as "loading torch, about 10 s". It is called every second.
+    """
     shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
-    stream = sys.stdout if hasattr(shell, "kernel") else sys.stderr
-    if stream is None or not (stream is sys.stdout or stream.isatty()):
+    notebook = hasattr(shell, "kernel")
+    if not notebook and (sys.stderr is None or not sys.stderr.isatty()):
         yield
         return
+    done, shown, display_id = threading.Event(), threading.Event(), uuid.uuid4().hex
 
-    def show() -> None:
-        stream.write(f"loading {what} ...\n")
-        stream.flush()
+    def show(text: str) -> None:
+        if notebook:
+            data = {"text/plain": text} if text else {}
+            shell.display_pub.publish(data, transient={"display_id": display_id}, update=shown.is_set())
+        else:
+            sys.stderr.write(f"\r\x1b[K{text}")
+            sys.stderr.flush()
+        shown.set()
 
-    # Copy the context so that output of the timer thread appears below the running cell.
-    timer = threading.Timer(_LOADING_DELAY, contextvars.copy_context().run, (show,))
-    timer.daemon = True
-    timer.start()
+    def repeat() -> None:
+        while not done.wait(_PROGRESS_SECONDS):
+            show(describe())
+
+    # Copy the context so that output of the thread appears below the running cell.
+    thread = threading.Thread(target=contextvars.copy_context().run, args=(repeat,), daemon=True)
+    thread.start()
     try:
         yield
     finally:
-        timer.cancel()
-        timer.join()
+        done.set()
+        thread.join()
+        if shown.is_set():
+            show("")
 
 
 class Tensors(dict[str, Any], Displayable):

@@ -1,4 +1,4 @@
-"""`Chains`: facts about finished chains for the checks of `diagnose`, such as which answers are right."""
+"""`Finding`, and `Chains` with facts about finished chains for the checks of `diagnose`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -15,11 +15,61 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from agentfly_kit._display import Displayable, printable
 from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Task, ToolResult, Turn
 
+# A finding is serious if its `effect` is at least this value.
+_SERIOUS = 0.5
+# Upper bound of the token ids of models with a small vocabulary, such as the shipped policies.
+_SMALL_VOCABULARY = 5000
+# A word of at least three letters.
+_WORD = re.compile(r"[^\W\d_]{3,}")
 # Names of task fields that usually contain the reference answer.
 _ANSWERS = ("answer", "answers", "gold", "solution", "target", "expected", "ground_truth", "label")
+
+
+@dataclass(frozen=True)
+class Finding(Displayable):
+    """A possible reason why the policy does not learn.
+
+    Attributes:
+        name: Identifier of the check, such as "unparsed_calls".
+        sentence: Description of the finding, with numbers.
+        number: The number on which the finding is based, usually a fraction.
+        remedy: Advice on what to do about it.
+        widget: Expression that shows the evidence in a notebook, where `w` is `af.widgets`.
+        effect: Estimated fraction of the training signal that is lost or wrong, from 0 to 1.
+    """
+
+    name: str
+    sentence: str
+    number: float
+    remedy: str
+    widget: str
+    effect: float
+
+    @property
+    def serious(self) -> bool:
+        """True if `effect` is at least 0.5."""
+        return self.effect >= _SERIOUS
+
+    def __repr__(self) -> str:
+        return printable(f"{self.name}: {self.sentence} {self.remedy} See {self.widget}.")
+
+
+class Findings(tuple[Finding, ...], Displayable):
+    """Findings of `diagnose`: serious causes first, then serious symptoms of other causes, then all others."""
+
+    __slots__ = ()
+
+    @property
+    def serious(self) -> Findings:
+        return Findings(finding for finding in self if finding.serious)
+
+    def __repr__(self) -> str:
+        more = [f"and {len(self) - 8} more"] if len(self) > 8 else []
+        return "\n".join([*map(repr, self[:8]), *more]) if self else "nothing was found"
 
 
 @dataclass(frozen=True)
@@ -109,6 +159,15 @@ class Chains:
         return out
 
     @cached_property
+    def prompt_words(self) -> tuple[tuple[str, bool], ...]:
+        """Words of the messages of all tasks, each with True if it is split into letters, in which a model with a small
+        vocabulary cannot read it. Empty for models with a large vocabulary."""
+        if any(id >= _SMALL_VOCABULARY for t in self.chains for turn in t.turns for id in turn.ids or ()):
+            return ()
+        prompts = {t.task.id: t for t in self.chains if t.turns}
+        return tuple(itertools.chain.from_iterable(map(_split_words, prompts.values())))
+
+    @cached_property
     def first_results(self) -> dict[tuple[str, str], set[str]]:
         """Results of the first tool call of each chain, keyed by task id and call."""
         out: dict[tuple[str, str], set[str]] = {}
@@ -143,6 +202,25 @@ def reference(task: Task) -> str | None:
     """Return the reference answer of a task, or None if no field is known to contain one."""
     values = (task.fields.get(name) for name in _ANSWERS)
     return next((str(v).strip() or None for v in values if isinstance(v, str | int | float)), None)
+
+
+def is_numeric_answer(final: str, task: Task) -> bool:
+    """Return True if the reference answer is a number instead of a text, and the final answer is this number."""
+    value = next((task.fields[name] for name in _ANSWERS if task.fields.get(name) is not None), None)
+    try:
+        return isinstance(value, int | float) and Fraction(final.strip()) == Fraction(str(value))
+    except (ValueError, ZeroDivisionError):
+        return False
+
+
+def _split_words(t: Trajectory) -> Iterator[tuple[str, bool]]:
+    """Yield each word of a task's messages, with True if its tokens have fewer than two letters on average."""
+    words = {word for m in t.task.messages for word in _WORD.findall(str(m.get("content") or ""))}
+    tokens = t.turns[0].token_texts or ()
+    ends = set(itertools.accumulate(map(len, tokens)))
+    for found in _WORD.finditer("".join(tokens)):
+        if (word := found.group()) in words:
+            yield word, 1 + len(ends.intersection(range(found.start() + 1, found.end()))) > len(word) / 2
 
 
 def most_common(texts: Sequence[str]) -> str:

@@ -10,65 +10,34 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from agentfly_kit._display import Displayable, printable
-from agentfly_kit._evidence import Chains, centered, contains, correlation, most_common, states, tool_names, unrelated
+from agentfly_kit._evidence import (
+    Chains,
+    Finding,
+    Findings,
+    centered,
+    contains,
+    correlation,
+    is_numeric_answer,
+    most_common,
+    states,
+    tool_names,
+    unrelated,
+)
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
 
-# A finding is serious if its `effect` is at least this value.
-SERIOUS = 0.5
 # Beginnings of tool calls in common formats. A text that contains one of them is unlikely to be an answer.
 _CALL = re.compile(r'<tool_call|<function|<\|tool|<\|python_tag|\[TOOL_CALLS\]|"arguments"\s*:|^Action:', re.MULTILINE)
 # Minimum length of actions that are checked for repetition, and length of the n-grams that are counted, in tokens.
 _LONG_ACTION, _NGRAM = 24, 4
+# Findings that are symptoms if an update was too large or the prompts are unknown, because the texts are then random.
+_RANDOM_TEXTS = ("gibberish", "unparsed_calls", "rejected_calls", "long_observations", "truncated",
+                         "ignored_results", "collapsed_entropy", "repetition", "length_reward")  # fmt: skip
 # Difference between the logprobs of engine and policy, in nats, above which they cannot be weights of the same model.
 _OTHER_MODEL = 5.0
-
-
-@dataclass(frozen=True)
-class Finding(Displayable):
-    """A possible reason why the policy does not learn.
-
-    Attributes:
-        name: Identifier of the check, such as "unparsed_calls".
-        sentence: Description of the finding, with numbers.
-        number: The number on which the finding is based, usually a fraction.
-        remedy: Advice on what to do about it.
-        widget: Expression that shows the evidence in a notebook, where `w` is `af.widgets`.
-        effect: Estimated fraction of the training signal that is lost or wrong, from 0 to 1.
-    """
-
-    name: str
-    sentence: str
-    number: float
-    remedy: str
-    widget: str
-    effect: float
-
-    @property
-    def serious(self) -> bool:
-        """True if `effect` is at least 0.5."""
-        return self.effect >= SERIOUS
-
-    def __repr__(self) -> str:
-        return printable(f"{self.name}: {self.sentence} {self.remedy} See {self.widget}.")
-
-
-class Findings(tuple[Finding, ...], Displayable):
-    """Findings of `diagnose`: serious causes first, then serious symptoms of other causes, then all others."""
-
-    __slots__ = ()
-
-    @property
-    def serious(self) -> Findings:
-        return Findings(finding for finding in self if finding.serious)
-
-    def __repr__(self) -> str:
-        more = [f"and {len(self) - 8} more"] if len(self) > 8 else []
-        return "\n".join([*map(repr, self[:8]), *more]) if self else "nothing was found"
 
 
 def diagnose(
@@ -105,15 +74,21 @@ def diagnose(
     numbers = stats.scalars() if stats is not None else dict(records[-1]) if records else {}
     rollout = rollout or Rollout(())
     evidence = _Evidence(rollout.trajectories, rollout, batch, numbers, stats, tuple(records))
-    found: list[tuple[tuple[bool, bool, float], Finding]] = []
+    found: list[tuple[Finding, bool]] = []
     for check, is_symptom, widget, remedy in _CHECKS:
         if (result := check(evidence)) is not None:
             sentence, number, effect = result
             name = check.__name__.removeprefix("_")
             finding = Finding(name, sentence, number, remedy, widget, min(1.0, effect))
-            # Effects are rough estimates. Round them so that nearly equal effects are reported in the order of checks.
-            found.append(((not finding.serious, finding.serious and is_symptom, -round(finding.effect, 1)), finding))
-    return Findings(finding for _, finding in sorted(found, key=lambda item: item[0]))
+            found.append((finding, is_symptom))
+    at_random = any(finding.name in ("policy_moved", "unknown_words") and finding.serious for finding, _ in found)
+
+    def rank(item: tuple[Finding, bool]) -> tuple[bool, bool, float]:
+        after = item[1] or (at_random and item[0].name in _RANDOM_TEXTS)
+        # Effects are rough estimates. Round them so that nearly equal effects are reported in the order of checks.
+        return not item[0].serious, item[0].serious and after, -round(item[0].effect, 1)
+
+    return Findings(finding for finding, _ in sorted(found, key=rank))
 
 
 # --- evidence that the checks examine --------------------------------------------------------------
@@ -181,6 +156,24 @@ def _other_tokenizer(e: _Evidence) -> _Result:
         return None
     text = f"The chains have {vocabularies} vocabularies, {e.foreign} of {len(e.chains)} contain ids outside of it"
     return f"{text}, and engine and policy disagree by up to {gap:.2g} nats on the same token.", gap, 1.0
+
+
+def _unknown_words(e: _Evidence) -> _Result:
+    unknown = [word for word, is_split in e.prompt_words if is_split]
+    if len(unknown) <= 0.3 * len(e.prompt_words):
+        return None
+    share = len(unknown) / len(e.prompt_words)
+    text = f"The model does not know {len(unknown)} of {len(e.prompt_words)} words of the prompts"
+    effect = 0.3 if any(t.success for t in e.chains) else 0.5 + share / 2
+    return f"{text}, most often {most_common(unknown)}.", share, effect
+
+
+def _numeric_reference(e: _Evidence) -> _Result:
+    right = [t for t, final, _ in e.answered if is_numeric_answer(final, t.task)]
+    if len(right) < 2 or any(t.reward is None or t.reward > e.rewards.min() for t in right):
+        return None
+    text = f"{len(right)} right answers earn no more than wrong ones; the reference is a number, the answer is a text."
+    return text, len(right) / len(e.chains), 1.0
 
 
 def _different_starts(e: _Evidence) -> _Result:
@@ -371,11 +364,12 @@ def _policy_moved(e: _Evidence) -> _Result:
     if e.stats is not None and e.stats.detail is not None:
         change = e.stats.detail["logprob_after"] - e.stats.detail["logprob_before"]
         kl = max(kl, float(np.nanmean(np.expm1(change) - change)))
-    worst = max([kl, *(record.get("approx_kl", 0.0) for record in e.records)])
+    steps = [(kl, e.numbers), *((record.get("approx_kl", 0.0), record) for record in e.records)]
+    worst, step = max(steps, key=lambda pair: pair[0])
     if worst <= 0.3 and clipped <= 0.5:
         return None
     when = f" at most, by {kl:.2g} in the last step" if worst > kl else ""
-    lr = f" at lr {e.numbers['lr']:.2g}" if "lr" in e.numbers else ""
+    lr = f" at lr {step['lr']:.2g}" if "lr" in step else ""
     text = (
         f"An update moved the policy by {worst:.2g} nats per token{lr}{when}; {clipped:.0%} of the ratios were clipped."
     )
@@ -463,6 +457,10 @@ _CHECKS: tuple[tuple[Callable[[_Evidence], _Result], bool, str, str], ...] = (
     (_wrong_mask, False, _BATCH, "Keep the mask that collate made; collate(authors=) selects those of a role."),
     (_leaked_answer, False, _CHAIN,
      "Remove it from the messages, the first observation or before_chain, unless the task is to extract it."),
+    (_unknown_words, False, _CHAIN,
+     "Use the tasks of the policy (af.tiny.list()), make one with af.tiny.learner(words, ...), or load a large model."),
+    (_numeric_reference, False, _CHAINS,
+     "Make the field a text, such as str(answer), or compare numbers in the reward; test it with await reward.try_()."),
     (_different_starts, False, _CHAINS, "Make all random choices of reset with its seed, which a group shares."),
     (_same_start, False, _CHAINS, "Use the fields of the task or the seed in reset, or give each task another prompt."),
     (_reversed_reward, False, _CHAINS, "Check the sign of the reward."),

@@ -13,8 +13,11 @@ import inspect
 import math
 import numbers
 import operator
+import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, get_args
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -192,7 +195,7 @@ _OTHER_NAMES = {
         "top_p": "",
     },
     "af.evaluate": {
-        "samples": "n num_return_sequences",
+        "group_size": "samples",
     },
     "af.ppo_step": {
         "reference": "ref_model ref_policy",
@@ -209,6 +212,16 @@ def suggest_keyword(wrong: str, names: Iterable[str], cutoff: float = 0.5) -> st
     """Return a hint such as "; did you mean 'size'?" with the name most similar to `wrong`, or "" if there is none."""
     close = difflib.get_close_matches(wrong, names, 1, cutoff=cutoff)
     return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def list_neighbours(path: Path) -> str:
+    """Return a text such as "'runs' contains 'a', 'b'" for the closest existing parent of a missing path."""
+    parent = next(parent for parent in path.parents if parent.is_dir())
+    names = sorted(each.name for each in parent.iterdir() if each.name[0] != ".") if os.access(parent, os.R_OK) else []
+    missing = path.relative_to(parent).parts[0]
+    shown = sorted(names, key=lambda name: -difflib.SequenceMatcher(None, missing, name).ratio())[:8]
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return f"{str(parent)!r} contains {', '.join(map(repr, shown)) or 'nothing'}{more}"
 
 
 def _translated_keyword(wrong: str, names: Sequence[str]) -> str:

@@ -92,7 +92,7 @@ class Evaluation(Displayable):
 async def evaluate(
     agent: Agent,
     tasks: Iterable[Task],
-    samples: int = 1,
+    group_size: int = 1,
     *,
     sampling: Sampling | None = None,
     seeds: Sequence[int] = (0,),
@@ -102,7 +102,7 @@ async def evaluate(
     group_budget: Budget | None = None,
     workers: GroupWorkers | None = None,
 ) -> Evaluation:
-    """Run `samples` chains of each task for each seed, and compute the success rate and other statistics.
+    """Run `group_size` chains of each task for each seed, and compute the success rate and other statistics.
 
     `Agent(success=)` defines whether a chain succeeds. By default, a chain succeeds if its metric "success" is nonzero
     or, if there is no such metric, if its reward is at least 1.
@@ -110,7 +110,7 @@ async def evaluate(
     Args:
         agent: the agent to evaluate, which must have a reward.
         tasks: the tasks.
-        samples: number of chains per task and seed.
+        group_size: number of chains per task and seed.
         sampling: sampling parameters to use instead of those of the agent.
         seeds: distinct seeds, one per rollout. Evaluations never use the seeds of training rollouts.
         max_concurrency: maximum number of chains that run concurrently.
@@ -140,7 +140,7 @@ async def evaluate(
     for seed in seeds:
         rollout = await agent.rollout(
             given,
-            samples,
+            group_size,
             max_concurrency=max_concurrency,
             budget=budget,
             group_budget=group_budget,
@@ -153,7 +153,8 @@ async def evaluate(
         seconds += rollout.seconds
         forks_refused += rollout.forks_refused
     rollout = Rollout.from_trajectories(found, seconds, not_run, forks_refused)
-    return summarise(rollout, samples * len(seeds), greedy=agent.sampling.greedy)
+    rollout = dataclasses.replace(rollout, splits=getattr(tasks, "split_names", {}))
+    return summarise(rollout, group_size * len(seeds), greedy=agent.sampling.greedy)
 
 
 def summarise(rollout: Rollout, samples: int, *, greedy: bool = False) -> Evaluation:

@@ -14,6 +14,8 @@ from agentfly_kit.errors import TaskError
 from agentfly_kit.types import drop_none
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
+# Columns that contain the question unless `question=` names another one.
+QUESTIONS = ("messages", "question", "prompt", "input")
 FILES = ".jsonl, .json, .csv or .parquet file"
 
 
@@ -125,7 +127,8 @@ def _read_csv(file: Any) -> Any:
     except ValueError as error:  # also a UnicodeDecodeError
         raise TaskError(
             f"{file.name} is not a readable csv file ({error}); it must be UTF-8 and begin with a line of column "
-            "names, and values with commas or line breaks must be in double quotes"
+            "names, and values with commas or line breaks must be in double quotes; for another encoding, use "
+            "tasks_from(pandas.read_csv(path, encoding=...))"
         ) from None
     finally:
         csv.field_size_limit(limit)
@@ -143,6 +146,12 @@ def _read_csv(file: Any) -> Any:
 def locate_rows(rows: Any, name: str) -> Iterator[tuple[str, Any]]:
     """Yield (location, row) for each row of a collection, or of a mapping from split names to collections."""
     if isinstance(rows, Mapping):
+        for column in rows.keys() & set(QUESTIONS):
+            if isinstance(rows[column], list) and not any(isinstance(row, Mapping) for row in rows[column]):
+                raise TaskError(
+                    f"{name}: rows must not be a dict of columns, got the column {column!r}; pass "
+                    "pandas.DataFrame(rows), or a list with one dict per row"
+                )
         for split, part in rows.items():
             for i, row in enumerate(_iterable_rows(part, name)):
                 yield f"{name}, {split} row {i}", with_split(row, str(split))

@@ -22,8 +22,6 @@ from agentfly_kit.errors import TaskError
 from agentfly_kit.seeds import digest
 from agentfly_kit.types import Task, drop_none, normalize_messages
 
-_QUESTIONS = ("messages", "question", "prompt", "input")
-
 
 class Tasks(Displayable, Sequence[Task]):
     """Immutable sequence of tasks, each of which may belong to a split. Slices and splits are also `Tasks`.
@@ -51,6 +49,12 @@ class Tasks(Displayable, Sequence[Task]):
     def splits(self) -> dict[str, int]:
         """Number of tasks in each split, keyed by name."""
         return dict(Counter(split for split in self._splits if split is not None))
+
+    @property
+    def split_names(self) -> dict[str, str]:
+        """Name of the split of each task that belongs to one, keyed by task id."""
+        pairs = zip(self._tasks, self._splits, strict=True)
+        return {task.id: split for task, split in pairs if split is not None}
 
     def split(self, name: str) -> Tasks:
         """Return the tasks of one split.
@@ -281,18 +285,23 @@ class _Columns:
             raise TaskError(
                 f"{location}: with answer={self.answer!r}, no other column may be named 'answer', got columns: {have}"
             )
-        column = self.question or next((c for c in _QUESTIONS if values.get(c) not in (None, "", [])), None)
+        column = self.question or next((c for c in task_files.QUESTIONS if not _is_empty(values.get(c))), None)
+        column = column or next((c for c in task_files.QUESTIONS if c in values), None)
         if column is None:
             raise TaskError(
-                f"{location}: a row must have a question in one of the columns {', '.join(_QUESTIONS)}, got columns: "
-                f"{', '.join(values) or 'none'}; name another column with question="
+                f"{location}: a row must have a question in one of the columns {', '.join(task_files.QUESTIONS)}, got "
+                f"columns: {', '.join(values) or 'none'}; name another column with question="
             )
         value = values.pop(column)
-        if value in (None, "", []):
-            raise TaskError(f"{location}: the question in column {column!r} must not be empty")
+        if _is_empty(value):
+            raise TaskError(f"{location}: the question in column {column!r} must not be empty; remove or fill the row")
         if self.answer is not None:
             values["answer"] = values.pop(self.answer)
         return column, value
+
+
+def _is_empty(value: Any) -> bool:
+    return value in (None, []) or (isinstance(value, str) and not value.strip())
 
 
 def _build_tasks(rows: Iterable[tuple[str, Any]], name: str, columns: _Columns) -> Tasks:

@@ -329,7 +329,7 @@ async def healthy(kind: str, family: str, seed: int, steps: int = 2) -> list[Any
             out += af.diagnose(chains, batch, stats).serious
         return out
     more: dict[str, Any] = {}
-    config = af.TrainConfig(steps=steps, seed=seed)
+    config = af.TrainConfig(steps=steps, lr_end=3e-5, seed=seed)
     if kind == "distillation":
         more["teacher"] = af.tiny.policy(family)
         config = config.replace(advantage="none", teacher_coef=1.0)

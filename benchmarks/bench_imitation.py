@@ -98,7 +98,7 @@ async def episodes(
 async def distillation(starts: Sequence[str], seeds: int) -> dict[str, Any]:
     tasks = af.load_tasks("calculator")
     teacher = tiny.policy("calculator")
-    await af.train(calculator.agent(teacher), teacher, tasks.train, af.TrainConfig())
+    await af.train(calculator.agent(teacher), teacher, tasks.train, af.TrainConfig(lr_end=3e-5))
     success = (await af.evaluate(calculator.agent(teacher), tasks.test[:200], greedy=True)).success
     out: dict[str, Any] = {"teacher": success}
     grid = [{"lr": lr, "epochs": n} for lr, n in itertools.product(LEARNING_RATES, EPOCHS)]

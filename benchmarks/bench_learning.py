@@ -113,7 +113,7 @@ async def learn(
     """Train once, starting from the shipped policy."""
     policy = af.tiny.policy(family, value_head=algorithm == "ppo")
     agent = agent_of(family, policy, seed)
-    config = af.TrainConfig(steps=steps, advantage=ADVANTAGE[algorithm], seed=seed)
+    config = af.TrainConfig(steps=steps, advantage=ADVANTAGE[algorithm], lr_end=3e-5, seed=seed)
     before = await measure(agent, held_out, greedy)
     batches: list[float] = []
     good: tuple[int, float] | None = None

@@ -282,6 +282,33 @@ def test_numbers_of_the_update_and_of_earlier_records() -> None:
     assert af.diagnose(None, records=[quiet]) == af.Findings()
     assert names(af.diagnose(None, records=[quiet | {"approx_kl": 2.0}, quiet])) == ["policy_moved"]
     assert names(af.diagnose(None, records=[quiet | {"sampler_gap": 0.8}])) == ["sampler_gap"]
+    # The learning rate is that of the largest update, which comes before its consequences.
+    loops = [trajectory(f"{g}{i}", 0.0, g, ids=(5, 6) * 20 + (i,), stop="turn_tokens") for g in "ab" for i in range(4)]
+    found = af.diagnose(rollout(*loops), records=[quiet | {"approx_kl": 8.0, "lr": 0.1}, quiet])
+    assert names(found)[0] == "policy_moved" and "8 nats per token at lr 0.1 at most" in found[0].sentence
+    assert names(af.diagnose(rollout(*loops), records=[quiet]))[0] == "truncated"
+
+
+def test_a_number_is_compared_with_a_text() -> None:
+    def compared(answer: Any, reward: Any) -> list[str]:
+        finals = ["12", "7", "12.0", "80"]
+        chains = [trajectory(f"{g}/{i}", float(reward(final)), g, text=final, ids=(i, 1), fields={"answer": answer})
+                  for g in "ab" for i, final in enumerate(finals)]  # fmt: skip
+        return names(af.diagnose(rollout(*chains)).serious)
+
+    assert compared(12, lambda final: final == 12)[:1] == ["numeric_reference"]
+    assert compared(12.0, lambda final: final == 12)[:1] == ["numeric_reference"]
+    assert "numeric_reference" not in compared("12", lambda final: 0)
+    assert compared(12, lambda final: float(final) == 12) == []
+
+
+async def test_words_that_a_tiny_policy_does_not_know() -> None:
+    agent = af.envs.lookup.agent(af.tiny.policy("lookup"))
+    asked = af.tasks_from([{"question": f"Which mountain has {i} climbers?", "answer": "K2", "world": 0} for i in "ab"])
+    found = af.diagnose(await agent.rollout(asked, 4))
+    assert found[0].name == "unknown_words" and "words of the prompts, most often " in found[0].sentence
+    known = await agent.rollout(af.load_tasks("lookup").train[:4], 4)
+    assert "unknown_words" not in names(af.diagnose(known))
 
 
 # --- real steps ------------------------------------------------------------------------------------

@@ -5,16 +5,12 @@ import pty
 import re
 import subprocess
 import sys
-import threading
-from types import SimpleNamespace
 
-import IPython
-import IPython.display
 import pytest
 from waiting import GUARD
 
 import agentfly_kit as af
-from agentfly_kit import _display, _doctor
+from agentfly_kit import _doctor
 
 SCRIPT = """
 from IPython.core.interactiveshell import InteractiveShell
@@ -50,55 +46,52 @@ def test_the_doctor_distinguishes_what_is_missing_from_what_is_optional(monkeypa
     assert re.search(r"^optional +vLLM +not installed", repr(af.doctor()), flags=re.MULTILINE)
 
 
-LOADING = """
+PROGRESS = """
 import sys, threading
 from agentfly_kit import _display
-_display._LOADING_DELAY = 0.01
-with _display.loading("a policy"):
+_display._PROGRESS_SECONDS = {seconds}
+called = threading.Event()
+def describe():
+    called.set()
+    return "loading a policy"
+with _display.show_progress(describe):
     {body}
 print("done", file=sys.stderr)
 """
 
 
-def stderr_of(body: str) -> str:
+def stderr_of(body: str, seconds: float) -> str:
     """Return what a script writes to a terminal."""
     terminal, end = pty.openpty()
-    subprocess.run([sys.executable, "-c", LOADING.format(body=body)], stderr=end, timeout=GUARD, check=True)
+    script = PROGRESS.format(body=body, seconds=seconds)
+    subprocess.run([sys.executable, "-c", script], stderr=end, timeout=GUARD, check=True)
     os.close(end)
     text = os.read(terminal, 10_000).decode()
     os.close(terminal)
     return text
 
 
-def test_slow_loading_is_shown_in_a_terminal() -> None:
-    assert stderr_of("threading.enumerate()[-1].join()") == "loading a policy ...\r\ndone\r\n"
+def test_progress_is_shown_in_a_terminal_and_removed() -> None:
+    text = stderr_of("called.wait()", 0.01)
+    assert text.startswith("\r\x1b[Kloading a policy\r\x1b[K") and text.endswith("\r\x1b[Kdone\r\n")
 
 
-def test_loading_prints_nothing_if_redirected_or_fast() -> None:
-    script = LOADING.format(body="assert threading.active_count() == 1")
+def test_progress_is_not_shown_if_redirected_or_fast() -> None:
+    script = PROGRESS.format(body="assert threading.active_count() == 1", seconds=0.01)
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=GUARD, check=True)
     assert (done.stdout, done.stderr) == ("", "done\n")
-    assert stderr_of("pass").replace("loading a policy ...\r\n", "") == "done\r\n"
+    assert stderr_of("pass", 1000) == "done\r\n"
 
 
-def test_slow_loading_is_shown_in_a_notebook(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(IPython, "get_ipython", lambda: SimpleNamespace(kernel=None))
-    monkeypatch.setattr(_display, "_LOADING_DELAY", 0.01)
-    before = set(threading.enumerate())
-    with _display.loading("a <policy>"):
-        threading.enumerate()[-1].join()
-    assert capsys.readouterr().out == "loading a <policy> ...\n"
-    assert set(threading.enumerate()) <= before
-
-
-def test_saved_notebooks_have_no_loading_lines() -> None:
+def test_progress_in_a_notebook_is_not_saved() -> None:
+    from nbclient import NotebookClient
     from nbformat import v4
 
     from agentfly_kit import _demo
 
-    lines = ("loading agentfly_kit.tiny ...\nloading the policy 'tiny' ...\n", "loading 3 tasks\n")
-    cell = v4.new_code_cell(outputs=[v4.new_output("stream", text=text) for text in lines])
-    _demo.static(v4.new_notebook(cells=[cell]))
-    assert [output.text for output in cell.outputs] == ["loading 3 tasks\n"]
+    cell = v4.new_code_cell(PROGRESS.format(body="called.wait()", seconds=0.01) + "print('mine')")
+    notebook = v4.new_notebook(cells=[cell])
+    NotebookClient(notebook, kernel_name="python3", timeout=GUARD).execute()
+    assert [output.get("data") for output in cell.outputs if output.get("name") != "stderr"] == [{}, None]
+    _demo.static(notebook)
+    assert {output.text for output in cell.outputs} == {"done\n", "mine\n"}

@@ -66,7 +66,7 @@ async def test_seeds_differ_from_those_of_rollouts() -> None:
     engine = Played(["5"])
     a = agent(engine=engine, chat=chat())
     some = tasks(2)
-    await af.evaluate(a, some, samples=2)
+    await af.evaluate(a, some, group_size=2)
     first = set(engine.seeds)
     engine.seeds.clear()
     await a.rollout(some, group_size=2)
@@ -74,7 +74,7 @@ async def test_seeds_differ_from_those_of_rollouts() -> None:
     assert len(first) == 4
     assert not first & set(engine.seeds)
     engine.seeds.clear()
-    e = await af.evaluate(a, some, samples=2, seeds=(0, 1, 2))
+    e = await af.evaluate(a, some, group_size=2, seeds=(0, 1, 2))
     assert len(set(engine.seeds)) == 12
     assert first < set(engine.seeds)
     assert (e.samples, len({t.id for t in e.rollout})) == (6, 12)
@@ -94,7 +94,7 @@ async def test_the_sampling_of_the_agent_can_be_replaced() -> None:
     [
         ({"seeds": ()}, "seeds must contain at least one seed"),
         ({"seeds": (1, 1)}, r"no duplicates, got \(1, 1\)"),
-        ({"samples": 0}, "at least 1"),
+        ({"group_size": 0}, "at least 1"),
         ({"tasks": []}, "one task"),
         ({"agent": played(["5"], reward=None)}, "agent must have a reward to evaluate, got none"),
         (
@@ -138,3 +138,17 @@ async def test_a_budget_applies_to_each_seed() -> None:
     e = await af.evaluate(played([call("1+1"), "5"]), tasks(2), 2, max_concurrency=1, group_budget=af.Budget(turns=2))
     assert [len(group) for group in e.rollout.groups] == [1, 1]
     assert set(e.rollout.not_run.values()) == {"group_turns"}
+
+
+async def test_the_reprs_count_the_tasks_of_each_split() -> None:
+    rows = {
+        "train": [{"question": f"{i}?", "answer": "1"} for i in range(3)],
+        "test": [{"question": "x", "answer": ""}],
+    }
+    given = af.tasks_from(rows)
+    a = agent(max_turns=1)
+    run = a.rollout(given)
+    assert "<rollout of 4 tasks (3 train, 1 test) x 1 has not run" in repr(run)
+    assert "Rollout(4 tasks (3 train, 1 test), 4 chains" in repr(await run)
+    assert "Rollout(4 tasks (3 train, 1 test), 4 chains" in repr((await af.evaluate(a, given)).rollout)
+    assert "Rollout(3 tasks, 3 chains" in repr(await a.rollout(given.train))

@@ -73,7 +73,7 @@ def test_ids_are_derived_from_content() -> None:
 
 ROW_ERRORS: list[tuple[Any, str]] = [
     ({"answer": "5"}, "a row must have a question in one of the columns messages, question, prompt, input"),
-    ({"question": ""}, "a row must have a question"),
+    ({"question": ""}, "the question in column 'question' must not be empty; remove or fill the row"),
     ({"question": 5}, "'question' must be a string or a list of messages, got 5"),
     ({"messages": "text"}, "'messages' must be a list of messages, got a string"),
     (["question"], "a row must be an object such as"),

@@ -51,8 +51,11 @@ def chain_state(chains: list[Any], at: int, doing: str, again: bool, spare: bool
     can = allowed_operations(chain)
     can["again"] = again and (can["sample"] or (can["rewind"] and chain.turn.kind == "action"))
     can["rewind"] = can["rewind"] or spare
+    says = "" if done is None else done.explain()
     if done is not None:
         where = "finished"
+        if not can["rewind"]:
+            says += "; Undo is off, because the chain held a sandbox when it was scored, or was scored in a cell"
     elif chain.closed:
         where = "closed without a score"
     elif doing:
@@ -80,7 +83,7 @@ def chain_state(chains: list[Any], at: int, doing: str, again: bool, spare: bool
         "result": None if done is None else {
             "reward": None if done.reward is None else number(float(done.reward)),
             "metrics": [[escape_control_chars(k, 60), number(float(v))] for k, v in done.metrics.items()],
-            "says": escape_control_chars(done.explain(), 1000),
+            "says": escape_control_chars(says, 1000),
         },
     }  # fmt: skip
 

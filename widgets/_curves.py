@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from agentfly_kit.errors import list_neighbours
+
 from ._chain_code import _named
 from ._format import sendable
 
@@ -31,7 +33,9 @@ def read_steps(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     folder = Path(path)
     file = folder / "steps.jsonl" if folder.is_dir() else folder
     if not file.is_file():
-        raise FileNotFoundError(f"{file} does not exist; pass a run, a run folder, or its steps.jsonl")
+        raise FileNotFoundError(
+            f"{file} does not exist; pass a run, a run folder, or its steps.jsonl; {list_neighbours(file)}"
+        )
     lines = file.read_bytes().split(b"\n")
     if lines[-1]:
         try:

@@ -2,7 +2,7 @@
 
 const SIGN = { leased: "●", idle: "○", starting: "◐", resetting: "◑", closing: "✕", empty: "·" };
 const BANDS = ["leased", "starting", "idle"];
-const COUNTS = { leased: "leased", idle: "idle", starting: "starting", waiting: "waiting", recycled: "recycled", dead: "died", failed_starts: "failed starts" };
+const COUNTS = { leased: "leased", idle: "idle", starting: "starting", resetting: "resetting", waiting: "waiting", recycled: "recycled", dead: "died", failed_starts: "failed starts" };
 const HINTS = { recycled: "Number of times that a sandbox was reset for its next lease", dead: "Sandboxes that were found dead or could not be reset; they are replaced" };
 
 /** Sandboxes in the order of their ids, followed by the slots in which none was started yet, unless the pool is closed. */

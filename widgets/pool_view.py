@@ -71,7 +71,7 @@ class Sandboxes:
         return f"Sandboxes({some([f'#{n}' for n in self.numbers]) if self._rows else 'nothing'})"
 
 
-_COUNTS = ("size", "idle", "starting", "leased", "waiting", "recycled", "dead", "failed_starts")
+_COUNTS = ("size", "idle", "starting", "resetting", "leased", "waiting", "recycled", "dead", "failed_starts")
 _COLUMNS = ("sandbox", "state", "seconds", "owner", "turn", "leases", "hand")
 
 
@@ -83,7 +83,7 @@ class PoolView(LiveView):
     `view.select(3, 4)` selects sandboxes from Python. `view.to_frame()` lists all sandboxes. `view.to_code()` returns
     code for a cell that recreates the view and its selection.
 
-    The Take button leases a sandbox, which cells can then use as `view.held[number]`. The owner is shown as "by hand".
+    The Take button leases a sandbox, which cells can then use as `view.held[number]`. The owner is shown as "you".
     If the pool has several sandboxes, at least one stays available to a running rollout. The Release button releases a
     taken sandbox. The Reset and Close buttons work on any sandbox. A chain whose sandbox is reset or closed is not
     scored. Resetting a taken sandbox keeps its lease.
@@ -181,7 +181,7 @@ class PoolView(LiveView):
             raise ValueError(f"at most {max(1, size - 1)} of {size} sandboxes can be taken; release one first")
         self._taking += 1
         try:
-            lease = await pool.acquire("by hand", _TAKE_SECONDS)
+            lease = await pool.acquire("you", _TAKE_SECONDS)
         finally:
             self._taking -= 1
         self._taken[lease.id] = lease
@@ -230,7 +230,8 @@ class PoolView(LiveView):
                 self._state = {**self._state, "gone": True}
             return
         self._state = self._seen_now(pool)
-        numbers = tuple(self._state["counts"][name] for name in ("leased", "starting", "idle", "size"))
+        c = self._state["counts"]
+        numbers = c["leased"], c["starting"] + c["resetting"], c["idle"], c["size"]
         if not self._points or self._points[-1][1:] != numbers:
             self._points.append((time.monotonic(), *numbers))
 
@@ -251,7 +252,7 @@ class PoolView(LiveView):
 
     @property
     def counts(self) -> dict[str, int]:
-        """The counts last sent to the page: size, idle, starting, leased, waiting, recycled, dead, failed_starts."""
+        """The counts last sent to the page: size, idle, starting, resetting, leased, waiting and others."""
         return dict(self._state.get("counts", {}))
 
     def __repr__(self) -> str:
@@ -293,7 +294,8 @@ def _event(age: float, event: Any) -> list[Any]:
 
 
 def _counts(c: dict[str, int]) -> str:
-    return f"{c['leased']} leased, {c['idle']} idle, {c['starting']} starting, {c['waiting']} waiting"
+    resetting = f"{c['resetting']} resetting, " if c["resetting"] else ""
+    return f"{c['leased']} leased, {c['idle']} idle, {c['starting']} starting, {resetting}{c['waiting']} waiting"
 
 
 def _state(s: Any, taken: Collection[int] = ()) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Generator, Iterable
 from types import TracebackType
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
 from agentfly_kit.errors import NotAwaited, checks_keywords
 
@@ -79,6 +79,18 @@ class Handle(Coroutine[Any, Any, T], Generic[T]):
 
     def __await__(self) -> Generator[Any, Any, T]:
         return self._wait().__await__()
+
+    def _reject_items(self, *_: object) -> NoReturn:
+        raise NotAwaited(
+            f"a {type(self).__name__} has no items before it is awaited: write `result = await run` first, or "
+            "`async for` instead of `for`"
+        )
+
+    # Without these methods, the errors of Python would not mention `await`.
+    __len__ = __iter__ = __getitem__ = _reject_items
+
+    def __bool__(self) -> bool:
+        return True
 
     # Coroutine protocol, used when a handle is wrapped in an asyncio task. Each task runs its own `_wait()`.
 

@@ -96,13 +96,14 @@ class Agent(AgentSettings):
             index: index of the rollout. All seeds depend on `index` and `purpose`, so that equal values give equal
                 trajectories if the engine is deterministic.
             purpose: what the rollout is used for, such as "evaluate".
-            progress: show a progress bar.
+            progress: show a progress bar that remains after the rollout.
             share: pair (i, n) if n processes share the rollout and this is process i, which runs every n-th task,
                 starting with task i. Ids and seeds of the chains depend neither on `share` nor on `workers`.
             workers: worker processes that run the groups, created by `af.ray.workers`. With None, this process runs
                 them. `max_concurrency` and the limits of the agent apply to each worker.
         """
+        given, splits = task_list(tasks), getattr(tasks, "split_names", {})
         request = RolloutRequest(
-            task_list(tasks), group_size, branch, max_concurrency, budget, group_budget, index, purpose, share
+            given, group_size, branch, max_concurrency, budget, group_budget, index, purpose, share, splits
         )
         return RolloutHandle(self, request, workers, progress)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from agentfly_kit.agent.budget import Budget
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 class RolloutRequest:
     """Arguments of `Agent.rollout`, from which another process can run any group of the rollout.
 
-    With `share` = (i, n), the request covers the tasks i, i + n, i + 2n and so on.
+    With `share` = (i, n), the request covers the tasks i, i + n, i + 2n and so on. `splits` contains the name of the
+    split of each task by id, if known.
     """
 
     tasks: Sequence[Task]
@@ -35,6 +36,7 @@ class RolloutRequest:
     index: int
     purpose: str
     share: tuple[int, int]
+    splits: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def numbers(self) -> Sequence[int]:

@@ -30,6 +30,16 @@ if TYPE_CHECKING:
 Pair: TypeAlias = tuple[Trajectory, Trajectory]
 
 
+class Trajectories(tuple[Trajectory, ...], Displayable):
+    """Tuple of trajectories, whose repr shows the first eight."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        more = [f"and {len(self) - 8} more; rollout.to_frame() has one row for each"] if len(self) > 8 else []
+        return "\n".join([*map(repr, self[:8]), *more]) or "()"
+
+
 @dataclass(frozen=True)
 class Rollout(Displayable):
     """Finished chains, grouped by task, in the order of the tasks.
@@ -42,16 +52,18 @@ class Rollout(Displayable):
         seconds: Wall-clock time of the rollout.
         not_run: Stop reason, such as "run_tokens", of each chain that a shared budget prevented from starting, by id.
         forks_refused: Number of requested forks that were not made, for example because no sandbox was free.
+        splits: Name of the split of each task by id, if the tasks of `Agent.rollout` have splits. It is not saved.
     """
 
     groups: tuple[Group, ...] = ()
     seconds: float = field(default=0.0, compare=False)
     not_run: dict[str, str] = field(default_factory=dict)
     forks_refused: int = 0
+    splits: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
 
     @property
-    def trajectories(self) -> tuple[Trajectory, ...]:
-        return tuple(t for group in self.groups for t in group.trajectories)
+    def trajectories(self) -> Trajectories:
+        return Trajectories(t for group in self.groups for t in group.trajectories)
 
     @property
     def tasks(self) -> tuple[Task, ...]:
@@ -265,7 +277,7 @@ class Rollout(Displayable):
         return cls.from_trajectories(*rollout_io.read(Path(path)))
 
     def __repr__(self) -> str:
-        parts = [f"{len(self.groups)} tasks, {len(self)} chains"]
+        parts = [f"{count_tasks([group.task for group in self.groups], self.splits)}, {len(self)} chains"]
         if (success := self.summary().get("success")) is not None:
             parts.append(f"success {success:.3f}" + (f" ({self.success_hint})" if self.success_hint else ""))
         if self.unscored_reason:
@@ -273,6 +285,13 @@ class Rollout(Displayable):
         if self.not_run:
             parts.append(f"{len(self.not_run)} not run")
         return f"Rollout({', '.join(parts)})"
+
+
+def count_tasks(tasks: Sequence[Task], splits: Mapping[str, str]) -> str:
+    """Return the number of tasks as text, with the number in each split if there are several splits."""
+    counts = Counter(splits[task.id] for task in tasks if task.id in splits)
+    per_split = f" ({', '.join(f'{n} {name}' for name, n in counts.items())})" if len(counts) > 1 else ""
+    return f"{len(tasks)} tasks{per_split}"
 
 
 def warn_about_success(records: Sequence[Mapping[str, float]]) -> None:

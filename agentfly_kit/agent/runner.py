@@ -16,13 +16,13 @@ from agentfly_kit._async import threads
 from agentfly_kit._async.gc_pause import relaxed_gc
 from agentfly_kit._async.interrupts import keep_interruptible
 from agentfly_kit._async.pending_call import Handle, cancelling, wait_all, warn_or_log
-from agentfly_kit._display import Displayable, explain_interrupt
+from agentfly_kit._display import Displayable, explain_interrupt, show_progress
 from agentfly_kit.agent.budget import BudgetUsage
 from agentfly_kit.agent.chain import call_hook
 from agentfly_kit.agent.chain_editing import Chain, create_chain
 from agentfly_kit.agent.progress import ChainHooks, ChainKey, Progress, RolloutEvent, RolloutSnapshot
 from agentfly_kit.agent.request import GroupResult, GroupWorkers, RolloutRequest
-from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.agent.rollout import Rollout, count_tasks
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import encode_long, prompt_turn
 from agentfly_kit.errors import NotAwaited, PoolTimeout, RewardError
@@ -97,7 +97,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
         """The finished chains so far, in the order of the tasks."""
         done = [self._done[key.id] for _, key in self._planned if key.id in self._done]
         not_run = {key.id: self._not_run[key.id] for _, key in self._planned if key.id in self._not_run}
-        return Rollout.from_trajectories(done, self._progress.seconds, not_run, self._forks_refused)
+        rollout = Rollout.from_trajectories(done, self._progress.seconds, not_run, self._forks_refused)
+        return dataclasses.replace(rollout, splits=self._request.splits)
 
     def snapshot(self) -> RolloutSnapshot:
         """Return the current state of every chain. Cheap enough to be called several times per second."""
@@ -133,7 +134,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._task.cancel()
 
     def __repr__(self) -> str:
-        what = f"rollout of {len(self._request.tasks)} tasks x {self._request.group_size}"
+        what = f"rollout of {count_tasks(self._request.tasks, self._request.splits)} x {self._request.group_size}"
         if self._task is None:
             return f"<{what} has not run: write `await` before it>"
         missing = f", {len(self._not_run)} not run" if self._not_run else ""
@@ -218,7 +219,9 @@ class RolloutHandle(Handle[Rollout], Displayable):
 
     async def _run(self) -> Rollout:
         # If a tool starts this rollout, it must not run in the threads of that tool's sandboxes.
-        with relaxed_gc(), threads.using():
+        watched = self._shows_bar or self.agent.watch is not None or bool(self._progress.listeners)
+        line = show_progress(lambda: f"{len(self._done)} of {self.total} chains finished")
+        with relaxed_gc(), threads.using(), contextlib.nullcontext() if watched else line:
             await self._run_chains()
         if self.agent.group_reward is not None and self._remote is None:  # remote workers have already added it
             async with asyncio.TaskGroup() as comparing:

@@ -11,6 +11,7 @@ import html
 import inspect
 import itertools
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,14 +19,14 @@ from agentfly_kit._display import printable, public_values, short_repr
 
 if TYPE_CHECKING:
     from agentfly_kit._doctor import Diagnosis
+    from agentfly_kit._evidence import Findings
     from agentfly_kit.agent.agent import Agent
     from agentfly_kit.agent.chain_editing import Chain
-    from agentfly_kit.agent.rollout import Rollout, RolloutDiff
+    from agentfly_kit.agent.rollout import Rollout, RolloutDiff, Trajectories
     from agentfly_kit.agent.runner import RolloutHandle
     from agentfly_kit.batch.batch import Batch
     from agentfly_kit.chat.drift import Drift
     from agentfly_kit.chat.report import ChatReport
-    from agentfly_kit.diagnosis import Findings
     from agentfly_kit.engines.fleet import Fleet
     from agentfly_kit.evaluation import Evaluation
     from agentfly_kit.policy.policy import Policy
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 LEFT = "text-align:left;vertical-align:top;padding:2px 8px"
 RIGHT = "text-align:right;vertical-align:top;padding:2px 8px"
 TABLE = "<table style='border-collapse:collapse'>"
+_SHORT = 32  # number of characters up to which the text of a cell is kept on one line
 CODE = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 
 
@@ -58,7 +60,8 @@ class Code(str):
 def escape_control_chars(text: str, limit: int) -> str:
     """Truncate the text to `limit` characters and show non-printable characters as code points."""
     if len(text) > limit:
-        text = f"{text[:limit]}… ({len(text):,} characters)"
+        kept = re.sub(r"<\|?/?\w*\|?$", "", text[:limit])  # without the beginning of a token such as <|im_end|>
+        text = f"{kept}… ({len(text):,} characters)"
     return printable(text)
 
 
@@ -77,8 +80,11 @@ def cell(value: Any, limit: int = 400) -> str:
     if isinstance(value, float):
         return f"<td style='{RIGHT}'>{value:.4g}</td>"
     if isinstance(value, Code):
-        return f"<td style='{LEFT}'><code style='{CODE}'>{escape(value, limit)}</code></td>"
-    return f"<td style='{LEFT}'>{escape(value, limit)}</td>"
+        # Keep tokens such as <|im_end|> on one line, although CODE allows line breaks inside of words.
+        text = re.sub(r"&lt;\|?/?\w+\|?&gt;", r"<span style='white-space:nowrap'>\g<0></span>", escape(value, limit))
+        return f"<td style='{LEFT}'><code style='{CODE}'>{text}</code></td>"
+    width = "white-space:nowrap" if len(str(value)) <= _SHORT else "min-width:16em"
+    return f"<td style='{LEFT};{width}'>{escape(value, limit)}</td>"
 
 
 def _is_number(value: Any) -> bool:
@@ -213,13 +219,15 @@ def group(group: Group) -> str:
     return heading(group) + table(("chain", "reward", "stop", "actions", "explanation"), rows) + more
 
 
+def trajectories(trajectories: Trajectories) -> str:
+    rows = ((t.id, t.reward, t.explain()) for t in trajectories)
+    return table(("chain", "reward", "explanation"), rows, max_rows=8)
+
+
 def rollout(rollout: Rollout) -> str:
     numbers = rollout.summary()
     summary = table(tuple(numbers), [numbers.values()]) if numbers else ""
-    first = ((t.id, t.reward, t.explain()) for t in rollout.trajectories[:8])
-    more = f"<p>and {len(rollout) - 8} more</p>" if len(rollout) > 8 else ""
-    chains = table(("chain", "reward", "explanation"), first) + more
-    return heading(rollout) + summary + details("the first chains", chains)
+    return heading(rollout) + summary + details("the first chains", trajectories(rollout.trajectories))
 
 
 def rollout_diff(diff: RolloutDiff, limit: int = 8) -> str:
@@ -243,7 +251,8 @@ def rollout_diff(diff: RolloutDiff, limit: int = 8) -> str:
         for name, pairs in (("gained", diff.gained), ("lost", diff.lost))
         if pairs
     )
-    return heading(diff) + (tables or "<p>no chain changed its outcome</p>")
+    note = "<p>� stands for bytes that are no complete character in UTF-8</p>" if "�" in tables else ""
+    return heading(diff) + (tables or "<p>no chain changed its outcome</p>") + note
 
 
 def batch(batch: Batch) -> str:
@@ -453,6 +462,7 @@ _RENDERERS: dict[str, Callable[[Any], str]] = {
     "RolloutDiff": rollout_diff, "RolloutHandle": rollout_handle, "Run": run, "Runs": runs, "Stats": stats,
     "Task": task, "Tasks": tasks, "Distribution": token_distribution, "Tool": tool, "ToolCall": tool_call,
     "ToolSet": tool_set, "TrainRun": run, "Trajectory": trajectory,
+    "Trajectories": trajectories,
 }  # fmt: skip
 
 

@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from agentfly_kit._display import Displayable, loading
+from agentfly_kit._display import Displayable, show_progress
 from agentfly_kit.chat.chat import Chat, History
-from agentfly_kit.errors import PolicyError, SettingsError
+from agentfly_kit.errors import PolicyError, SettingsError, list_neighbours
 from agentfly_kit.policy.cpu import warn_if_bfloat16_is_slow
 from agentfly_kit.policy.forward import LanguageModel, ScoreName
 from agentfly_kit.policy.gguf import gguf_file, load_gguf, models_folder
@@ -145,7 +145,7 @@ class Policy(Displayable, LanguageModel):
                 weights = str(folder / weights)
 
         try:
-            with loading(f"the policy {Path(path).name!r}"), _without_progress_bar():
+            with show_progress(lambda: f"loading the policy {Path(path).name!r}"), _without_progress_bar():
                 model, tokenizer = _load_model(weights, path, {"dtype": dtype, **model_kwargs})
                 if "device_map" in model_kwargs:
                     device = model.device
@@ -341,8 +341,18 @@ def _policy_folder(path: str | Path) -> Path:
         if not folder.exists():
             raise PolicyError("the model smollm2 is not installed; in a checkout, run: scripts/install smollm2")
     if not folder.is_dir():
-        if str(path).startswith((".", "/", "~")):
-            raise PolicyError(f"path must be a folder written by Policy.save or a hub name, got {str(path)!r}")
+        # A hub name has at most one slash. If its first part is a local folder, it was meant as a path.
+        parts = folder.parts
+        if (
+            isinstance(path, Path)
+            or path[:1] in "./~"
+            or len(parts) > 2
+            or (len(parts) == 2 and folder.parent.is_dir())
+        ):
+            raise PolicyError(
+                f"path must be a folder written by Policy.save or a hub name, got {str(path)!r}, which does not exist; "
+                f"{list_neighbours(folder)}"
+            )
         return folder
     if (folder / "run.json").exists():
         found = [folder / name for name in ("checkpoint", "checkpoint.before") if (folder / name / "done").exists()]

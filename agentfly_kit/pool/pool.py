@@ -152,7 +152,8 @@ class Pool(Displayable, PoolCore[S]):
         s = self.snapshot()
         if s.closed:
             return f"<Pool {s.sandbox_type} closed, size {s.size}>"
-        counts = f"{s.leased} leased, {s.idle} idle, {s.starting} starting, {s.waiting} waiting"
+        resetting = f"{s.resetting} resetting, " if s.resetting else ""
+        counts = f"{s.leased} leased, {s.idle} idle, {s.starting} starting, {resetting}{s.waiting} waiting"
         return f"<Pool {s.sandbox_type} {counts}, size {s.size}>"
 
     def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
@@ -301,6 +302,8 @@ def _timeout_message(s: PoolSnapshot, timeout: float) -> str:
     counts = f"{s.leased} of {s.size} leased, {s.waiting} waiting"
     if s.starting:
         counts += f", {s.starting} starting"
+    if s.resetting:
+        counts += f", {s.resetting} resetting"
     text = f"no {s.sandbox_type} free after {timeout:.1f} s ({counts}); "
     if s.leases:
         held = [

@@ -82,8 +82,13 @@ class PoolSnapshot(Displayable):
 
     @property
     def starting(self) -> int:
-        """Number of sandboxes that are being started or reset."""
-        return self._count("starting", "resetting")
+        """Number of sandboxes that are being started."""
+        return self._count("starting")
+
+    @property
+    def resetting(self) -> int:
+        """Number of sandboxes that are being reset after a lease."""
+        return self._count("resetting")
 
     @property
     def waiting(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
+from agentfly_kit._display import show_progress
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.batch.collate import Advantages, collate
 from agentfly_kit.errors import BatchError, SettingsError, checks_keywords
@@ -127,8 +128,10 @@ def imitation_steps(
 ) -> Iterator[Stats]:
     """Update a policy on `count` batches, with the learning rates of `imitate`. Yield the statistics of each update."""
     optimizer = adamw(policy, lr)
-    for i, batch in zip(range(count), batches, strict=False):
-        scale = min(1.0, (i + 1) / max(1.0, _WARMUP * count)) * (1 - 0.9 * i / count)
-        for group in optimizer.param_groups:
-            group["lr"] = group.setdefault("initial_lr", group["lr"]) * scale
-        yield imitation_step(policy, optimizer, batch, cancel=cancel)
+    i = 0
+    with show_progress(lambda: f"imitation, update {i + 1} of {count}"):
+        for i, batch in zip(range(count), batches, strict=False):
+            scale = min(1.0, (i + 1) / max(1.0, _WARMUP * count)) * (1 - 0.9 * i / count)
+            for group in optimizer.param_groups:
+                group["lr"] = group.setdefault("initial_lr", group["lr"]) * scale
+            yield imitation_step(policy, optimizer, batch, cancel=cancel)

@@ -18,11 +18,30 @@ import torch
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.tasks import load_tasks
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Message, Task, ToolCall, Turn
 
-NAMES = ("calculator", "alfworld", "code", "lookup", "search", "sql", "sums", "webshop")
+# What each shipped policy reads and does.
+_TASKS = {
+    "calculator": "arithmetic questions, with the tool calculator",
+    "alfworld": "a task in a household, with one tool per action",
+    "code": "a description of a function, with tools that run tests",
+    "lookup": "questions about people, with a tool that looks up one fact",
+    "search": "questions about places, with a search tool",
+    "sql": "the tables of a database and a question, with a tool that runs SQL",
+    "sums": "sums of two numbers, without tools",
+    "webshop": "a wish of a customer, with the tools of a shop",
+}
+NAMES = tuple(_TASKS)
+
+__all__ = ["END", "NAMES", "TEMPLATE", "demonstration", "learner", "list", "model", "policy", "tokenizer"]
+
+
+def __dir__() -> Sequence[str]:
+    return __all__
+
 
 END = "<|im_end|>"
 _VOCABULARY = 400
@@ -165,7 +184,7 @@ def demonstration(
     """
     observations = {} if observations is None else observations
     opening, *rest = (
-        (by_assistant, list(some)) for by_assistant, some in groupby(messages, lambda m: m["role"] == "assistant")
+        (by_assistant, [*some]) for by_assistant, some in groupby(messages, lambda m: m["role"] == "assistant")
     )
     turn = Turn(kind="prompt", author="task", ids=tuple(chat.prompt(opening[1], tools)))
     turns = [turn]
@@ -212,12 +231,12 @@ def learner(
         SettingsError: if `lr` is not a positive finite number.
         BatchError: if a conversation has no message from the assistant.
     """
-    given = list(tools)
-    schemas = given if given and isinstance(given[0], dict) else list(ToolSet(given).schemas)
+    given = [*tools]
+    schemas = given if given and isinstance(given[0], dict) else [*ToolSet(given).schemas]
     made = _untrained(words, seed)
     rng, known = random.Random(seed), dict[Any, tuple[int, ...]]()
 
-    def batches() -> Iterator[list[Trajectory]]:
+    def batches() -> Iterator[Sequence[Trajectory]]:
         while True:
             yield [demonstration(made.chat, demonstrate(rng), schemas, known) for _ in range(batch)]
 
@@ -234,7 +253,7 @@ def _untrained(words: Sequence[str], seed: int) -> Policy:
     return made
 
 
-def _imitate(policy: Policy, batches: Iterator[list[Trajectory]], steps: int, lr: float) -> float:
+def _imitate(policy: Policy, batches: Iterator[Sequence[Trajectory]], steps: int, lr: float) -> float:
     """Train on batches of demonstrations and return the smoothed final loss."""
     from agentfly_kit.batch.collate import collate
     from agentfly_kit.ppo.imitation import imitation_steps
@@ -266,6 +285,14 @@ def policy(name: str = "calculator", *, value_head: bool = False) -> Policy:
         return Policy.load(path, value_head=value_head)
 
 
+def list() -> Any:
+    """Return a DataFrame with one row per shipped policy: what it reads and does, and the first of its test tasks."""
+    import pandas
+
+    examples = [load_tasks(name).test[0].messages[-1]["content"] for name in NAMES]
+    return pandas.DataFrame({"reads": [*_TASKS.values()], "example": examples}, index=pandas.Index(NAMES, name="name"))
+
+
 def _check_name(name: str) -> None:
     if name not in NAMES:
-        raise SettingsError(f"name must be one of {', '.join(map(repr, NAMES))}, got {name!r}")
+        raise SettingsError(f"name must be one of {', '.join(map(repr, NAMES))} (see af.tiny.list()), got {name!r}")

@@ -16,6 +16,9 @@ from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.inspection import current_definition, function_fingerprint, source_of, type_hints, underlying
 from agentfly_kit.types import Task
 
+# Names by which reward functions of other libraries refer to the final answer.
+_NAMES_OF_FINAL = ("prediction", "predicted", "pred", "response", "output", "answer_text", "final_answer", "completion")
+
 T = TypeVar("T")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -119,6 +122,10 @@ class InjectedFunction(Generic[P, R]):
         outer = plain.__qualname__.rpartition(".")[0]  # "", "Class", "maker.<locals>" or "maker.<locals>.Class"
         # A function is a method if it is defined in a class body and its first parameter is `self`.
         self._method = bool(parameters) and parameters[0].name == "self" and outer != "" and not outer.endswith(">")
+        if parameters and parameters[0].name == "self" and not self._method:
+            raise self._error(
+                "'self' must be a parameter of methods only; remove it, or define the function in a class"
+            )
         # All parameters by name, with resolved annotations. `_hidden` contains the injected ones.
         self._parameters: dict[str, inspect.Parameter] = {}
         self._hidden: dict[str, Injection] = {}
@@ -204,6 +211,8 @@ class InjectedFunction(Generic[P, R]):
                     have = ", ".join(task.fields) or "none"
                     also = f"; also available: {', '.join(self._injected_names)}" if self._injected_names else ""
                     hint = suggest_keyword(name, (*self._injected_names, *task.fields))
+                    if self.kind == "reward" and name in _NAMES_OF_FINAL:
+                        hint = "; did you mean 'final'?"
                     if self.kind == "reward" and name in ("prompt", "state", "info"):
                         also += "; for a reward function of verifiers use af.trl.reward(function)"
                     raise TaskError(

@@ -143,7 +143,7 @@ class TrainConfig(PPOConfig):
     whiten: bool = True
     difficulty: str | Callable[[Task], float] | None = None
     lr: float = 3e-4
-    lr_end: float | None = 3e-5
+    lr_end: float | None = None
     kl_target: float | None = None
     kl_horizon: float = 10_000
     max_kl: float | None = 10.0
@@ -205,11 +205,6 @@ class TrainConfig(PPOConfig):
             (
                 name == "none" and self.teacher_coef == 0,
                 "teacher_coef must be above 0 with advantage='none', got 0",
-            ),
-            (
-                self.lr_end is not None and self.lr < self.lr_end == TrainConfig.lr_end,
-                f"lr_end must be set with lr={self.lr:g}, which is below the default lr_end={self.lr_end}; "
-                f"use lr_end=None or lr_end={self.lr / 10:g}",
             ),
             (
                 self.truncated == "bootstrap" and name != "gae",

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from agentfly_kit import losses
 from agentfly_kit._async.pending_call import Handle, run_in_thread, wait_all
-from agentfly_kit._display import Displayable, explain_interrupt
+from agentfly_kit._display import Displayable, explain_interrupt, show_progress
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.request import GroupWorkers
 from agentfly_kit.agent.rollout import Rollout
@@ -31,6 +31,7 @@ from agentfly_kit.errors import (
     AgentFlyError,
     RunError,
     SettingsError,
+    TaskError,
     TrainingError,
     check_instance,
     checks_keywords,
@@ -51,7 +52,7 @@ from agentfly_kit.trainer.updates import Updater
 from agentfly_kit.types import Task
 
 if TYPE_CHECKING:
-    from agentfly_kit.diagnosis import Findings
+    from agentfly_kit._evidence import Findings
 
 
 @checks_keywords
@@ -74,7 +75,7 @@ def train(
     Args:
         agent: Agent that samples the chains with `policy`. It needs a reward unless advantage="none".
         policy: Policy to train, starting from its current weights.
-        tasks: Training tasks.
+        tasks: Training tasks, such as `tasks.train` if the tasks have splits.
         config: Settings; None uses the defaults of `TrainConfig`.
         run: Folder of the run. If it contains a run with the same config, agent, tasks and initial policy, that run
             is continued. If that run is complete, its recorded steps are replayed and its final weights are loaded;
@@ -82,7 +83,7 @@ def train(
             temporary folder.
         eval_tasks: Tasks to evaluate every `config.evaluate_every` iterations; this setting must be above 0.
         resume: Whether to continue a run in the folder. False discards its contents and starts from scratch.
-        progress: Whether to show a progress bar. For curves, display `widgets.TrainView(run)` before awaiting the run.
+        progress: Whether to show a progress bar that remains. For curves, display `widgets.TrainView(run)` first.
         accelerator: An accelerate.Accelerator with several processes, each of which must make the same call. The tasks
             of an iteration and the rows of an update are distributed over the processes. All processes must have access
             to the folder. Results equal those of a single process up to rounding errors.
@@ -99,12 +100,16 @@ def train(
         RunMismatch: If the folder contains a different run, or a function of the agent was redefined after this call.
         RunError: If the folder is damaged or contains something other than a run.
         SettingsError: If the settings are inconsistent with the agent, the policy, the tasks or the accelerator.
-        TaskError: If there are no tasks.
+        TaskError: If there are no tasks, or if they contain tasks of other splits in addition to the split "train".
     """
     check_instance("agent", agent, Agent, "an af.Agent")
     check_instance("policy", policy, Policy, "an af.Policy")
     check_instance("config", config, TrainConfig | None, "an af.TrainConfig, or None for the defaults")
     check_instance("run", run, str | os.PathLike | None, "a folder, or None for a temporary folder")
+    splits = getattr(tasks, "splits", {})
+    if "train" in splits and len(splits) > 1:
+        counts = " and ".join(f"{count} {name}" for name, count in splits.items())
+        raise TaskError(f"tasks must not contain held-out tasks, got {counts} tasks; pass tasks.train")
     group = WorkerGroup(accelerator)
     sampler = RolloutSampler(agent, policy, task_list(tasks), config or TrainConfig(), group, workers)
     return TrainRun(sampler, task_list(eval_tasks) if eval_tasks else [], run, resume, progress, teacher)
@@ -145,7 +150,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self.stopping = False
         self._sampler, self._updater = sampler, Updater(sampler, teacher)
         self._workers = sampler.workers
-        self._progress = progress
+        self._progress = self._watched = progress
         self._bar: Any = None
         self._temporary = run is None
         if run is None:
@@ -222,6 +227,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
 
     def subscribe(self, callback: Callable[[dict[str, float]], object]) -> Callable[[], None]:
         """Register a callback that receives the record of each new step. Return a function that unregisters it."""
+        self._watched = True
         return self.run.subscribe(callback)
 
     def track(self, *trackers: Any) -> TrainRun:
@@ -281,8 +287,10 @@ class TrainRun(Handle["TrainRun"], Displayable):
     # --- running ---
 
     async def _wait(self) -> TrainRun:
-        async for _ in self:
-            pass
+        line = show_progress(lambda: f"training, {len(self.records)} of {self.total} steps done")
+        with contextlib.nullcontext() if self._watched else line:
+            async for _ in self:
+                pass
         return self
 
     def _update_bar(self, step: TrainStep | None) -> None:

@@ -29,7 +29,7 @@ from agentfly_kit.trainer.fingerprint import adds_iterations, differences, flat_
 from agentfly_kit.trainer.run_lock import LOCK_FILE, RunLock
 
 if TYPE_CHECKING:
-    from agentfly_kit.diagnosis import Findings
+    from agentfly_kit._evidence import Findings
 
 KeepPolicies: TypeAlias = Literal["last", "best", "all"]
 
@@ -214,7 +214,10 @@ class Run(Displayable):
                 out.write(line + "\n")
         except OSError as error:
             self.records.pop()
-            raise RunError(f"{file} could not be written ({error})") from error
+            gone = (
+                "" if self.path.exists() else "; the folder was deleted during the run: call train again to start over"
+            )
+            raise RunError(f"{file} could not be written ({error}){gone}") from error
 
     def notify(self, record: dict[str, float]) -> None:
         """Call the callbacks of `subscribe` with a record. If one raises an exception, warn and call the others."""

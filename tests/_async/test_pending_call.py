@@ -62,10 +62,10 @@ async def test_asyncio_accepts_it_as_a_coroutine() -> None:
         (af.Sampling, "temp", "temperature"),
         (af.TrainConfig, "tasks_per_iteration", "tasks_per_step"),
         (af.collate, "filter", "filters"),
-        (af.evaluate, "sample", "samples"),
+        (af.evaluate, "samples", "group_size"),
         (af.ppo_step, "referense", "reference"),
         (af.train, "eval_task", "eval_tasks"),
-        (af.evaluate, "n", "samples"),
+        (af.evaluate, "n", "group_size"),
         (af.collate, "advantage", "advantages"),  # a keyword of af.TrainConfig; so for each in `_OTHER_NAMES`
         *(
             (eval(f), other, name)
@@ -91,7 +91,7 @@ def test_a_keyword_of_another_function_is_named_with_it() -> None:
 
 
 async def test_a_call_that_cannot_begin_warns_of_no_missing_await() -> None:
-    with pytest.raises(TypeError, match=r"its keywords are agent, tasks, samples"):
+    with pytest.raises(TypeError, match=r"its keywords are agent, tasks, group_size"):
         af.evaluate(nonsense_xyz=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match="missing 2 required positional arguments"):
         await af.evaluate()  # type: ignore[call-arg]

@@ -58,7 +58,7 @@ async def nothing_left(where: str, pool: af.Pool[Any] | None = None, a: af.Agent
     await until(lambda: not (tasks_left() or threads_busy()))
     if pool is not None:
         s = pool.snapshot()
-        assert (s.leased, s.waiting, s.starting) == (0, 0, 0), f"{where}: {pool!r}"
+        assert (s.leased, s.waiting, s.starting, s.resetting) == (0, 0, 0, 0), f"{where}: {pool!r}"
     if a is not None:
         for slots in a._semaphores.values():
             assert slots._value == a.max_concurrent_requests, where

@@ -117,7 +117,7 @@ async def test_repr():
         assert repr(pool) == "<Pool Slow 2 leased, 0 idle, 0 starting, 1 waiting, size 2>"
         releasing = asyncio.ensure_future(pool.release(first))
         await asyncio.sleep(0)
-        assert repr(pool) == "<Pool Slow 1 leased, 0 idle, 1 starting, 1 waiting, size 2>"
+        assert repr(pool) == "<Pool Slow 1 leased, 0 idle, 0 starting, 1 resetting, 1 waiting, size 2>"
         await releasing
         for lease in (second, await waiting):
             await lease.release()

@@ -195,6 +195,8 @@ async def test_a_policy_of_another_seed_is_as_good_as_the_shipped_one(tmp_path: 
     policy = af.Policy.load(tmp_path / "policy")
     learner = af.envs.calculator.agent(policy)
     assert 0.17 <= (await af.evaluate(learner, shipped.test)).success <= 0.37
-    async for _ in af.train(learner, policy, shipped.train, af.TrainConfig(steps=48), run=tmp_path / "run"):
+    async for _ in af.train(
+        learner, policy, shipped.train, af.TrainConfig(steps=48, lr_end=3e-5), run=tmp_path / "run"
+    ):
         pass
     assert (await af.evaluate(learner, shipped.test)).success >= 0.90

@@ -258,7 +258,7 @@ async def test_a_few_iterations_teach_a_policy(
 ) -> None:
     policy, tasks = af.tiny.policy(name), af.load_tasks(name)
     learner = agent(name, policy)
-    config = af.TrainConfig(steps=steps, checkpoint_every=steps, **settings)
+    config = af.TrainConfig(steps=steps, checkpoint_every=steps, **{"lr_end": 3e-5, **settings})
     async for _ in af.train(learner, policy, tasks.train, config, run=tmp_path / "run"):
         pass
     assert (await af.evaluate(learner, tasks.test[:128])).success >= reached

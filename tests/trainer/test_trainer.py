@@ -20,7 +20,7 @@ from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.trainer import updates
 from agentfly_kit.trainer.sampling import RolloutSampler
 
-SMALL = af.TrainConfig(steps=4, tasks_per_step=3, group_size=4, minibatch=6, lr=1e-3)
+SMALL = af.TrainConfig(steps=4, tasks_per_step=3, group_size=4, minibatch=6, lr=1e-3, lr_end=3e-5)
 TASKS = tasks(12)
 # Functions of `advantages` that cannot be the setting `advantage`.
 NO_ESTIMATORS = {"branch_weights", "distillation", "row_credit", "trajectory_level", "whiten"}

@@ -419,7 +419,7 @@ def test_pool_view_by_hand_with_keys_while_a_cell_awaits(notebook: Any) -> None:
     page.keyboard.press("Enter")
     page.locator(".afk-tile .afk-hand", has_text="this view").wait_for()
     select = hands.get_by_role("combobox", name="Sandbox to act on")
-    select.select_option(label="#2 leased, by hand")
+    select.select_option(label="#2 leased, you")
     give_back = hands.get_by_role("button", name="Release")
     give_back.focus()
     page.keyboard.press("Space")

@@ -33,8 +33,8 @@ async def test_pool_view_follows_a_pool() -> None:
             assert (lane[1:4], lane[6]) == (["leased", "me", 301], False)
         await until(lambda: view.counts["leased"] == 0)
         assert view.counts == {
-            "size": len(NASTY), "idle": 1, "starting": 0, "leased": 0, "waiting": 0, "recycled": 301, "dead": 0,
-            "failed_starts": 0,
+            "size": len(NASTY), "idle": 1, "starting": 0, "resetting": 0, "leased": 0, "waiting": 0, "recycled": 301,
+            "dead": 0, "failed_starts": 0,
         }  # fmt: skip
         assert "at most 1 leased at once" in check_static(view).text
         # The view rests while no page shows it.
@@ -105,7 +105,7 @@ async def test_views_of_one_pool_share_history_events_and_what_was_taken() -> No
         await (await waiting).release()
         second.refresh()
         assert [tuple(event[2:5]) for event in second._state["events"]] == [
-            ("closed", name, "used 1 times") for name in ("x" * 200, "a chain", "by hand")
+            ("closed", name, "used 1 times") for name in ("x" * 200, "a chain", "you")
         ]
         show(second)
         assert max(leased for _, leased, *_ in second._history) == 2
@@ -118,8 +118,8 @@ async def test_pool_view_by_hand() -> None:
         await ask(view, "take")
         (number,) = view.held
         view.held[number].log.append("1")
-        assert view._state["lanes"][0][:3] == [number, "leased", "by hand"]
-        assert view._state["lanes"][0][6] is True and "by hand, from this view" in check_static(view).text
+        assert view._state["lanes"][0][:3] == [number, "leased", "you"]
+        assert view._state["lanes"][0][6] is True and "you (by hand, from this view)" in check_static(view).text
         await ask(view, "reset", number)
         assert view.held[number].log == [], "reset, and still ours"
         chain = await pool.acquire("chain")
