@@ -14,7 +14,6 @@ import math
 import numbers
 import operator
 import os
-import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

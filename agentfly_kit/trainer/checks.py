@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from agentfly_kit.agent.rollout_io import dump_json
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, TaskError
 from agentfly_kit.trainer.config import GROUP_ESTIMATORS, SEE_TURN_REWARDS
 from agentfly_kit.trainer.sampling import RolloutSampler
 from agentfly_kit.types import Task
@@ -83,3 +84,11 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
             dump_json(task, f"task {task.id!r}")
     sampler.request(sampler.tasks, 0, "train").check(agent, sampler.rollout_workers)
     agent.check_tasks(eval_tasks)
+
+
+def check_splits(tasks: Any) -> None:
+    """Raise TaskError if tasks contain the split "train" and others."""
+    splits = getattr(tasks, "splits", {})
+    if "train" in splits and len(splits) > 1:
+        counts = " and ".join(f"{count} {name}" for name, count in splits.items())
+        raise TaskError(f"tasks must not contain held-out tasks, got {counts} tasks; pass tasks.train")

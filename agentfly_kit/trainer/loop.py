@@ -31,7 +31,6 @@ from agentfly_kit.errors import (
     AgentFlyError,
     RunError,
     SettingsError,
-    TaskError,
     TrainingError,
     check_instance,
     checks_keywords,
@@ -41,7 +40,7 @@ from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trainer import checkpoint
 from agentfly_kit.trainer.checkpoint import LoopState
-from agentfly_kit.trainer.checks import check_run
+from agentfly_kit.trainer.checks import check_run, check_splits
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.fingerprint import fingerprint
 from agentfly_kit.trainer.run_dir import Run, last_success
@@ -106,10 +105,7 @@ def train(
     check_instance("policy", policy, Policy, "an af.Policy")
     check_instance("config", config, TrainConfig | None, "an af.TrainConfig, or None for the defaults")
     check_instance("run", run, str | os.PathLike | None, "a folder, or None for a temporary folder")
-    splits = getattr(tasks, "splits", {})
-    if "train" in splits and len(splits) > 1:
-        counts = " and ".join(f"{count} {name}" for name, count in splits.items())
-        raise TaskError(f"tasks must not contain held-out tasks, got {counts} tasks; pass tasks.train")
+    check_splits(tasks)
     group = WorkerGroup(accelerator)
     sampler = RolloutSampler(agent, policy, task_list(tasks), config or TrainConfig(), group, workers)
     return TrainRun(sampler, task_list(eval_tasks) if eval_tasks else [], run, resume, progress, teacher)
