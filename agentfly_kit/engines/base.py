@@ -94,14 +94,14 @@ class Engine(Displayable, ABC):
         """Stop all running work and release resources. A closed VLLMEngine must be started again before further use."""
 
 
-def check_scorer(scorer: Chat, max_length: int, chat: Chat, needed: int) -> None:
-    """Raise SettingsError if the teacher's vocabulary is not that of `chat` or its context is shorter than `needed`."""
+def check_scorer(scorer: Chat, max_length: int, chat: Chat, needed: int, name: str = "teacher") -> None:
+    """Raise SettingsError if a scorer's vocabulary is not that of `chat` or its context is shorter than `needed`."""
     if scorer.vocabulary != chat.vocabulary:
         raise SettingsError(
-            f"teacher must have the vocabulary of the policy, whose token ids it scores, got a different "
+            f"{name} must have the vocabulary of the policy, whose token ids it scores, got a different "
             f"vocabulary of {len(scorer.tokenizer)} tokens; the policy has {len(chat.tokenizer)}"
         )
     if max_length < needed:
         raise SettingsError(
-            f"teacher must have a context of at least {needed} tokens, like the engine, got {max_length}"
+            f"{name} must have a context of at least {needed} tokens, like the engine, got {max_length}"
         )

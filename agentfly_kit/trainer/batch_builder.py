@@ -20,7 +20,7 @@ from agentfly_kit.batch.batch import Batch
 from agentfly_kit.batch.collate import TruncationMode, collate, refuse_turn_rewards
 from agentfly_kit.batch.turn_data import turn_data
 from agentfly_kit.engines.base import Engine, check_scorer
-from agentfly_kit.errors import BatchError, SettingsError
+from agentfly_kit.errors import BatchError, SettingsError, check_instance
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.scoring import shaped_rewards
 from agentfly_kit.rewards import RewardSet
@@ -243,3 +243,15 @@ def _checked(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:
             raise BatchError(f"the advantage function {name} raised {type(error).__name__}: {error}") from error
 
     return checked
+
+
+def check_reference(reference: Policy | None, policy: Policy, config: TrainConfig) -> None:
+    """Raise SettingsError if a reference policy has no effect, or cannot score the policy's chains."""
+    if reference is None:
+        return
+    check_instance("reference", reference, Policy, "an af.Policy, or None for policy.reference()")
+    if config.kl_coef == 0:
+        raise SettingsError("reference= requires TrainConfig(kl_coef=) above 0, got 0")
+    if reference.model is policy.model:
+        raise SettingsError("reference must have weights of its own, such as policy.copy(), got those of the policy")
+    check_scorer(reference.chat, reference.max_length, policy.chat, policy.max_length, "reference")

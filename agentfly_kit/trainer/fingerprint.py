@@ -69,7 +69,9 @@ _HOOKS = ("before_chain", "before_turn", "after_observation", "on_context_full",
 _ADDED = ("sum_turn_rewards",)
 
 
-def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | Engine | None = None) -> dict[str, Any]:
+def fingerprint(
+    sampler: RolloutSampler, start: str, teacher: Policy | Engine | None = None, reference: Policy | None = None
+) -> dict[str, Any]:
     """Return the fingerprint of a run as a dict of JSON values. `start` is the fingerprint of the initial weights."""
     agent, config, chat = sampler.agent, sampler.config, sampler.agent.chat
     return {
@@ -116,6 +118,7 @@ def fingerprint(sampler: RolloutSampler, start: str, teacher: Policy | Engine | 
         "tasks": {"count": len(sampler.tasks), "digest": sampler.tasks_digest},
         "policy": start,
         **({} if teacher is None else {"teacher": _teacher(teacher)}),
+        **({} if reference is None else {"reference": reference.fingerprint()}),
     }
 
 

@@ -67,6 +67,7 @@ def train(
     progress: bool = False,
     accelerator: Any = None,
     teacher: Policy | Engine | None = None,
+    reference: Policy | None = None,
     workers: GroupWorkers | None = None,
 ) -> TrainRun:
     """Create a training run, which starts when it is awaited or iterated: `await run` or `async for step in run`.
@@ -88,6 +89,7 @@ def train(
             to the folder. Results equal those of a single process up to rounding errors.
         teacher: Model to distill from, with the vocabulary of `policy`: a `Policy`, a `VLLMEngine`, or an
             `OpenAIEngine` connected to a vLLM server. It is not trained. See `config.teacher_coef`.
+        reference: Reference policy for the KL penalty, such as one after imitation. None uses `policy.reference()`.
         workers: Processes that run the rollouts and evaluations, created by `af.ray.workers`, or None for this process.
             The records are the same in both cases.
 
@@ -108,7 +110,7 @@ def train(
     check_splits(tasks)
     group = WorkerGroup(accelerator)
     sampler = RolloutSampler(agent, policy, task_list(tasks), config or TrainConfig(), group, workers)
-    return TrainRun(sampler, task_list(eval_tasks) if eval_tasks else [], run, resume, progress, teacher)
+    return TrainRun(sampler, task_list(eval_tasks) if eval_tasks else [], run, resume, progress, teacher, reference)
 
 
 class TrainRun(Handle["TrainRun"], Displayable):
@@ -138,13 +140,14 @@ class TrainRun(Handle["TrainRun"], Displayable):
         resume: bool,
         progress: bool,
         teacher: Policy | Engine | None,
+        reference: Policy | None,
     ) -> None:
         check_run(sampler, eval_tasks, run)
         self.agent, self.policy, self.config = sampler.agent, sampler.policy, sampler.config
         self.eval_tasks = eval_tasks
         self.total = self.config.steps
         self.stopping = False
-        self._sampler, self._updater = sampler, Updater(sampler, teacher)
+        self._sampler, self._updater = sampler, Updater(sampler, teacher, reference)
         self._workers = sampler.workers
         self._progress = self._watched = progress
         self._bar: Any = None
@@ -188,7 +191,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
 
     def _check_identity(self) -> bool:
         """Return True if the folder contains this run. Raise RunMismatch if it contains another run."""
-        self.fingerprint = fingerprint(self._sampler, self._start, self._updater.teacher)
+        self.fingerprint = fingerprint(self._sampler, self._start, self._updater.teacher, self._updater.reference)
         return self.run.check(self.fingerprint, resume=not self._start_over)
 
     # --- state and control ---
@@ -437,8 +440,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 steps=len(rollout.trajectories),
                 horizon=config.kl_horizon,
             )
-        record["seconds_rollout"] = rolled - began
-        record["seconds_update"] = updated - rolled
+        record["seconds_rollout"], record["seconds_update"] = rolled - began, updated - rolled
         record["seconds"] = time.perf_counter() - began
         warn_about_step(record, rollout, self.run.records, config)
         self._latest = rollout, stats
@@ -453,8 +455,6 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 self.run.notify(record)
         self._state = state
         return TrainStep(index + 1, record, stats, rollout, evaluation)
-
-    # --- updating ---
 
     async def _update(self, index: int, rollout: Rollout) -> tuple[Stats | None, Rollout, float]:
         """Build the batch and update the policy. If this fails, save the rollout.

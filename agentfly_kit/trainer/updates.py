@@ -17,7 +17,7 @@ from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.ppo.step import adamw, ppo_step_async
 from agentfly_kit.trainer import checkpoint
-from agentfly_kit.trainer.batch_builder import BatchBuilder, check_teacher, distilled
+from agentfly_kit.trainer.batch_builder import BatchBuilder, check_reference, check_teacher, distilled
 from agentfly_kit.trainer.checkpoint import LoopState
 from agentfly_kit.trainer.run_dir import Run
 from agentfly_kit.trainer.sampling import RolloutSampler
@@ -30,13 +30,15 @@ class Updater:
         optimizer: Optimizer of the policy, set by `prepare`.
         batch_builder: Builder of training batches, which also holds the reference policy for the KL penalty.
         teacher: Model to distill from, or None.
+        reference: Reference policy given by the user, or None.
     """
 
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, sampler: RolloutSampler, teacher: Policy | Engine | None) -> None:
+    def __init__(self, sampler: RolloutSampler, teacher: Policy | Engine | None, reference: Policy | None) -> None:
         check_teacher(teacher, sampler.agent, sampler.policy, sampler.config)
-        self.sampler, self.teacher = sampler, teacher
+        check_reference(reference, sampler.policy, sampler.config)
+        self.sampler, self.teacher, self.reference = sampler, teacher, reference
         self.policy, self.config = sampler.policy, sampler.config
         self.batch_builder = BatchBuilder(self.policy, self.config, sampler.agent.reward)
 
@@ -47,11 +49,13 @@ class Updater:
         self._first_step = run.first_step
         if found is not None:
             if config.kl_coef > 0:
-                self.batch_builder.reference = await run_in_thread(checkpoint.load_reference, run, policy)
+                self.batch_builder.reference = self.reference or await run_in_thread(
+                    checkpoint.load_reference, run, policy
+                )
             return await run_in_thread(checkpoint.load, run, found, policy, self.optimizer)
         if config.kl_coef > 0:
-            self.batch_builder.reference = reference = policy.reference()
-            if not policy.has_adapter:
+            self.batch_builder.reference = reference = self.reference or policy.reference()
+            if self.reference is None and not policy.has_adapter:
                 await workers.run_on_main(checkpoint.save_reference, run, reference)
         # Save a checkpoint before the first update, to be able to recover from an interrupt during it.
         state = LoopState(0, config.kl_coef)

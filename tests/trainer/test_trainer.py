@@ -511,3 +511,24 @@ def _same_number_of_threads() -> Iterator[None]:
     before = torch.get_num_threads()
     yield
     assert torch.get_num_threads() == before
+
+
+async def test_a_given_reference_policy_replaces_the_initial_one(tmp_path: Path) -> None:
+    config = SMALL.replace(steps=2, kl_coef=0.1, lr=1e-6, lr_end=None)
+    other = learner()
+    with torch.no_grad():
+        next(iter(other.model.parameters())).add_(0.05)
+    before = other.fingerprint()
+    run = await start(tmp_path / "run", config=config, reference=other)
+    assert run.records[0]["kl_reference"] > 1e-3 > abs((await start(config=config)).records[0]["kl_reference"])
+    assert other.fingerprint() == before and not (run.path / "reference.pt").exists()
+    longer = await start(tmp_path / "run", config=config.replace(steps=3), reference=other)
+    assert longer.resumed_from == 2 and "kl_reference" in longer.records[2]
+    errors.check(lambda: start(tmp_path / "run", config=config), af.errors.RunMismatch, "reference: was")
+    policy = learner()
+    for wanted, settings in [
+        ("kl_coef=", {"config": SMALL, "reference": other}),
+        ("weights of its own", {"policy": policy, "config": config, "reference": policy}),
+        ("reference must be an af.Policy", {"config": config, "reference": "base"}),
+    ]:
+        errors.check(functools.partial(start, **settings), af.errors.SettingsError, wanted)
