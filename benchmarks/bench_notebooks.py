@@ -129,7 +129,7 @@ def install(shell: Any, seed: int) -> None:
 def report(shell: Any) -> None:
     """Print the margins, the false assertions, `results` and the CPU time of the kernel."""
     claims = shell.user_ns["_claims"]
-    results = {name: float(value) for name, value in shell.user_ns.get("results", {}).items()}
+    results = {k: float(v) for k, v in shell.user_ns.get("results", {}).items() if isinstance(v, int | float)}
     print("REPORT", json.dumps([claims.margins, claims.failed, results, time.process_time()]))
 
 
