@@ -141,7 +141,7 @@ async def test_invalid_tests_raise_settings_error():
             (["assert add("], {}, "test 1: SyntaxError"),
             ([("a", 1)], {}, "must be Python code or a pair"),
             (TESTS, {"setup": "import no_such_module"}, "setup failed(.|\n)*no_such_module"),
-            (TESTS, {"timeout": 0}, "timeout must be a positive"),
+            (TESTS, {"timeout": 0}, "timeout must be a finite number above 0"),
         ]:
             with pytest.raises(af.errors.SettingsError, match=words):
                 await grader.grade(ADD, tests, **more)  # type: ignore[arg-type]

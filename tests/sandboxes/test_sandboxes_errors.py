@@ -26,7 +26,7 @@ PATHS = ("", "/abs", "../out", "a/../../b", "a/", "a\0")
         "isolation must be one of ('strict', 'landlock', 'none')",
     ),
     (lambda: af.PythonSandbox(isolation="container"), af.errors.SettingsError, "or an af.Container, got"),
-    (lambda: af.ShellSandbox().run("true", timeout=0), af.errors.SettingsError, "timeout must be a positive"),
+    (lambda: af.ShellSandbox().run("true", timeout=0), af.errors.SettingsError, "must be a finite number above 0"),
     (lambda: af.FileSandbox(files="/nowhere/at/all"), af.errors.SettingsError, "must be an existing folder"),
     *(
         (lambda path=path: af.FileSandbox(files={path: "x"}), af.errors.SettingsError, "must have paths within")
