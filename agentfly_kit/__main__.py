@@ -7,12 +7,15 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 _MANIFEST = ".agentfly-course.json"  # checksums of the notebooks at the time of copying
-_FIRST = "01_quickstart.ipynb"
+_FIRST, _INDEX = "01_quickstart.ipynb", "index.ipynb"
+# Links in the notebooks to files of the repository that are not part of the course.
+_OUTSIDE = re.compile(r"\[([^]\n]+)\]\(\.\./[^)\n]+\)")
 
 
 class _CommandError(Exception):
@@ -28,6 +31,8 @@ def _course() -> Path:
 def copy_course(folder: Path) -> list[str]:
     """Copy the notebooks of the course into a folder. Notebooks that were edited there are never overwritten.
 
+    In the copies, links to files outside the course are replaced by their text.
+
     Args:
         folder: The folder, which is created if it does not exist.
 
@@ -42,7 +47,8 @@ def copy_course(folder: Path) -> list[str]:
     copied: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8")) if manifest.exists() else {}
     kept = []
     for source in sorted(_course().glob("*.ipynb")):
-        shipped, target = source.read_bytes(), folder / source.name
+        text = source.read_text(encoding="utf-8")
+        shipped, target = _OUTSIDE.sub(r"\1 (in the repository)", text).encode(), folder / source.name
         present = target.read_bytes() if target.exists() else None
         if present is not None and present != shipped and _checksum(present) != copied.get(source.name):
             kept.append(source.name)
@@ -67,7 +73,7 @@ def _lab(folder: Path, port: int | None, browser: bool) -> int:
     print(f"The course is in {folder.resolve()}")
     for name in kept:
         print(f"  kept your changed {name}; to get the shipped version, rename yours and repeat this command")
-    command = [sys.executable, "-m", "jupyterlab", f"--LabApp.default_url=/lab/tree/{_FIRST}"]
+    command = [sys.executable, "-m", "jupyterlab", f"--LabApp.default_url=/lab/tree/{_INDEX}"]
     command += ["--no-browser"] if not browser else []
     command += [f"--port={port}", "--ServerApp.port_retries=0"] if port is not None else []
     command += ["--allow-root"] if hasattr(os, "geteuid") and os.geteuid() == 0 else []

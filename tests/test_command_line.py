@@ -2,11 +2,13 @@
 
 import ast
 import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import nbformat
 import pytest
 from paths import ROOT
 
@@ -38,7 +40,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 def test_without_arguments_the_course_is_copied_and_opened(started: list[Any]) -> None:
     assert command_line.main([]) == 0
     ((command, folder, environment),) = started
-    assert command[:4] == [sys.executable, "-m", "jupyterlab", "--LabApp.default_url=/lab/tree/01_quickstart.ipynb"]
+    assert command[:4] == [sys.executable, "-m", "jupyterlab", "--LabApp.default_url=/lab/tree/index.ipynb"]
     assert sorted(path.name for path in Path("agentfly-course").glob("*.ipynb")) == SHIPPED
     assert (folder, environment["JUPYTER_PREFER_ENV_PATH"]) == (Path("agentfly-course"), "1")
     assert command_line.main(["--no-browser"]) == 0
@@ -62,6 +64,19 @@ def test_a_changed_notebook_is_kept_and_an_unchanged_one_is_updated(
     assert Path("mine/01_quickstart.ipynb").read_text() == "my work"
     assert Path("mine/02_one_chain.ipynb").read_text() == "version 2"
     assert "kept your changed 01_quickstart.ipynb" in capsys.readouterr().out
+
+
+def test_every_link_in_the_course_leads_to_a_notebook_of_the_course(tmp_path: Path) -> None:
+    assert command_line.copy_course(tmp_path) == []
+    links: dict[str, list[str]] = {}
+    for path in tmp_path.glob("*.ipynb"):
+        cells = nbformat.read(path, as_version=4).cells
+        text = "\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
+        links[path.name] = re.findall(r"\]\(([^)#]+)[^)]*\)", text)
+        local = [link for link in links[path.name] if not link.startswith("https://")]
+        assert [link for link in local if not (tmp_path / link).is_file()] == [], path.name
+    assert links["index.ipynb"].count("01_quickstart.ipynb") == 2
+    assert set(links["index.ipynb"]) == links.keys() - {"index.ipynb"}
 
 
 @pytest.mark.parametrize("arguments", [["lab"], ["demo"]])

@@ -129,7 +129,7 @@ def test_the_quickstart_runs_from_an_empty_folder(installed: Path, tmp_path: Pat
 
 @pytest.mark.real
 def test_one_command_opens_the_course_from_an_empty_folder(installed: Path, tmp_path: Path) -> None:
-    """The server of `agentfly-kit lab` serves the first notebook at the printed address."""
+    """The server of `agentfly-kit lab` serves the index of the course at the printed address."""
     own = {f"JUPYTER_{name}_DIR": str(tmp_path / name.lower()) for name in ("CONFIG", "DATA", "RUNTIME")}
     environment = {**os.environ, **own, "PYTHONPATH": str(installed)}
     here = tmp_path / "here"
@@ -141,12 +141,12 @@ def test_one_command_opens_the_course_from_an_empty_folder(installed: Path, tmp_
     def address() -> re.Match[str] | None:
         text = (tmp_path / "log").read_text()
         assert server.poll() is None, text
-        return re.search(r"(http://127\.0\.0\.1:\d+)/lab/tree/01_quickstart\.ipynb\?token=(\w+)", text)
+        return re.search(r"(http://127\.0\.0\.1:\d+)/lab/tree/index\.ipynb\?token=(\w+)", text)
 
     try:
         waiting.blocking_until(address)
         url, token = address().groups()
-        with urllib.request.urlopen(f"{url}/api/contents/01_quickstart.ipynb?token={token}") as reply:
+        with urllib.request.urlopen(f"{url}/api/contents/index.ipynb?token={token}") as reply:
             found = json.load(reply)
         assert (found["type"], found["writable"]) == ("notebook", True)
     finally:

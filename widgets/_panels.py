@@ -33,6 +33,7 @@ class Panel:
         extra: True to show the chart only if a run recorded one of its columns.
         hint: Explanation of the numbers, shown as a tooltip of the title.
         function: A function of the records that computes the lines.
+        more: True to hide the chart until the reader asks for the remaining charts.
     """
 
     lines: tuple[str, ...]
@@ -46,6 +47,7 @@ class Panel:
     extra: bool = False
     hint: str = ""
     function: Callable[[Any], Any] | None = None
+    more: bool = False
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -102,9 +104,17 @@ def metric_names(sources: Iterable[Source]) -> list[str]:
 
 
 def default_panels(sources: Sequence[Source]) -> list[Panel]:
-    """Return the standard panels, and one panel for each of the first `_CHARTED` metrics."""
-    chosen = [name for name in metric_names(sources) if name != "success"][:_CHARTED]  # success has its own panel
-    return [*PANELS, *(_panel_of(METRIC + name) for name in chosen)]
+    """Return panels for success, reward, the first `_CHARTED` metrics and the KL, and the other standard panels.
+
+    Metrics that always equal the reward are omitted.
+    """
+    chosen = [
+        name for name in metric_names(sources)
+        if name != "success"  # it has its own panel
+        and any(not np.allclose(s.column(METRIC + name), s.column("reward"), equal_nan=True) for s in sources)
+    ][:_CHARTED]  # fmt: skip
+    first, rest = PANELS[:2], (replace(panel, more=True) for panel in PANELS[3:])
+    return [*first, *(_panel_of(METRIC + name) for name in chosen), PANELS[2], *rest]
 
 
 def make_panels(given: Any, sources: Sequence[Source]) -> list[Panel]:
@@ -195,7 +205,7 @@ def describe(panel: Panel, sources: Sequence[Source], error: str = "") -> dict[s
         "lines": [{"key": key, "label": name} for key, name in zip(panel.lines, names, strict=True)],
         "label": panel.label, "unit": panel.unit, "hint": panel.hint, "points": panel.points, "low": panel.low,
         "high": panel.high, "lo": low, "hi": high, "n": len(finite), "odd": int(np.isinf(together).sum()),
-        "bandLow": panel.band[0], "bandHigh": panel.band[1], "error": error,
+        "bandLow": panel.band[0], "bandHigh": panel.band[1], "error": error, "more": panel.more,
     }  # fmt: skip
 
 

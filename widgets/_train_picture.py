@@ -38,7 +38,7 @@ def page(about: dict[str, Any], runs: Sequence[Source], title: str) -> str:
     steps = np.unique(np.concatenate([each.steps for each in runs]))
     if not len(steps):
         return tag("div", *out, tag("div", "No step is recorded yet."))
-    left = 78_000
+    left, more = 78_000, list[str]()
     for panel in about["panels"]:
         if panel["error"]:
             out.append(tag("div", escape(f"{panel['label']}: {panel['error']}")))
@@ -51,10 +51,12 @@ def page(about: dict[str, Any], runs: Sequence[Source], title: str) -> str:
             out.append(tag("div", "Further charts are left out of this static form. Run the cell to see all."))
             break
         hint = _describe(panel, steps, runs)
-        out.append(
+        (more if panel["more"] else out).append(
             f'<img src="{picture}" alt="{escape(hint)}" title="{escape(hint)}" '
             f'width="{_WIDTH}" height="{_HEIGHT}" style="margin:3px">'
         )
+    if more:
+        out.append(f"<details><summary>{len(more)} more charts</summary>{''.join(more)}</details>")
     if len(runs) > 1:
         keys = [f"{_MARKS[i % len(_MARKS)]} {each.name or f'run {i + 1}'}" for i, each in enumerate(runs)]
         out.append(tag("div", escape(" · ".join(keys))))

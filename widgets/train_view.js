@@ -103,9 +103,10 @@ export default {
         });
         const spoken = h("div", { class: "afk-spoken", "aria-live": "polite" });
         const key = h("div", { class: "afk-chartkey afk-soft" });
+        const more = h("button", { type: "button", class: "afk-showmore", onclick: () => (grid.classList.toggle("afk-all"), head()) });
         const metrics = h("details", { class: "afk-steplist", hidden: true });
         const list = h("div", { class: "afk-steplist", hidden: true });
-        root.append(h("div", { class: "afk-bar" }, title, progress, state, pause, stop, h("span", { class: "afk-grow" }), where, clear), note, grid, key, metrics, list, chainBar(context, model, host, list), spoken);
+        root.append(h("div", { class: "afk-bar" }, title, progress, state, pause, stop, h("span", { class: "afk-grow" }), where, clear), note, grid, more, key, metrics, list, chainBar(context, model, host, list), spoken);
 
         let runs = []; // { steps, cols } per run
         let steps = []; // union of the steps of all runs
@@ -160,16 +161,19 @@ export default {
             ? [one(s("svg", { width: "22", height: "12", "aria-hidden": "true" }, s("rect", { x: 0, y: 1, width: 22, height: 10, class: "afk-band" })), "95 % interval of a step's chains, taken as independent")] : []),
           ...(about.panels.some((p) => recorded(p.points))
             ? [one(s("svg", { width: "16", height: "16", "aria-hidden": "true" }, s("path", { d: "M8 1V15", class: "afk-whisker" }), s("circle", { cx: "8", cy: "8", r: "3.4", class: "afk-point" })), "evaluation, with its interval if recorded")] : []));
+          const n = about.panels.filter((panel) => panel.more).length;
+          more.hidden = !n;
+          more.textContent = grid.classList.contains("afk-all") ? "Fewer charts" : plural(n, "more chart");
         }
         function build() {
           const { panels } = model.get("_about");
-          const now = JSON.stringify(panels.map((p) => [p.label, p.unit, p.lines]));
+          const now = JSON.stringify(panels.map((p) => [p.label, p.unit, p.lines, p.more]));
           if (now === shape) return;
           shape = now;
           charts = panels.map((panel) => {
             const value = h("span", { class: "afk-num afk-now" });
             const svg = s("svg", { height: HEIGHT, role: "img" });
-            const box = h("div", { class: "afk-chart" },
+            const box = h("div", { class: `afk-chart${panel.more ? " afk-more" : ""}` },
               h("div", { class: "afk-charthead" }, h("span", { class: "afk-name", title: panel.hint || null }, panel.label), h("span", { class: "afk-soft" }, panel.unit), value), svg);
             svg.addEventListener("pointermove", (event) => {
               if (!steps.length) return;
@@ -182,14 +186,12 @@ export default {
           });
           grid.replaceChildren(...charts.map((c) => c.box));
         }
-        const several = () => charts.forEach((chart, k) => chart.box.classList.toggle("afk-several", runs.length * model.get("_about").panels[k].lines.length > 1));
         /** Table of the metrics without a chart. */
         function drawMetrics() {
           const { metrics: rows } = model.get("_about");
           const cells = (name, values) => h("tr", {}, ...values.map((text) => h(name, {}, h("bdi", {}, text))));
           metrics.hidden = !rows.length;
-          metrics.replaceChildren();
-          if (rows.length) metrics.append(h("summary", {}, "further metrics of the rewards"), h("div", { class: "afk-listbox", tabindex: "0", role: "region", "aria-label": "metrics without a chart" },
+          metrics.replaceChildren(h("summary", {}, "further metrics of the rewards"), h("div", { class: "afk-listbox", tabindex: "0", role: "region", "aria-label": "metrics without a chart" },
             h("table", {}, h("thead", {}, cells("th", ["metric", "run", "first", "last"])), h("tbody", {}, ...rows.map((row) => cells("td", row))))));
         }
         const span = () => [steps[0], Math.max(steps[steps.length - 1], steps[0] + 1)];
@@ -202,7 +204,7 @@ export default {
           width = charts[0].svg.clientWidth || charts[0].box.clientWidth - 20;
           if (width < 60) return;
           const { panels } = model.get("_about");
-          several();
+          charts.forEach((chart, k) => chart.box.classList.toggle("afk-several", runs.length * panels[k].lines.length > 1));
           const axes = panels.map((panel) => {
             const marks = ticks(panel.lo, panel.hi, 3);
             const gap = marks.length > 1 ? marks[1] - marks[0] : 1;
@@ -341,7 +343,7 @@ export default {
           else if (event.key === "Enter" || event.key === " ") pick(at);
           else if (event.key === "Escape") forget();
           else return;
-          spoken.textContent = `${where.textContent}: ${charts.map((c) => `${c.box.querySelector(".afk-name").textContent} ${c.value.textContent}`).join(", ")}`;
+          spoken.textContent = `${where.textContent}: ${charts.filter((c) => c.box.checkVisibility()).map((c) => `${c.box.querySelector(".afk-name").textContent} ${c.value.textContent}`).join(", ")}`;
           event.preventDefault();
         });
         grid.addEventListener("blur", () => point(-1));
@@ -364,20 +366,18 @@ export default {
                   h("td", { class: "afk-num" }, reward), h("td", {}, why), h("td", { class: "afk-num" }, String(actions)), h("td", { class: "afk-num" }, tokens === null ? "–" : String(tokens)),
                   h("td", { dir: "auto" }, ...marks(question)), h("td", { dir: "auto", class: "afk-code" }, ...marks(final ?? "–"))))))) : "");
         }
-        read();
-        build();
-        head();
-        drawMetrics();
-        drawList();
-        context.lost(head);
-        context.on("_list", drawList);
-        context.on("_about", () => {
+        function update() {
           read();
           build();
           head();
           drawMetrics();
           draw();
-        });
+        }
+        update();
+        drawList();
+        context.lost(head);
+        context.on("_list", drawList);
+        context.on("_about", update);
         context.on("step", () => {
           readout();
           drawList();

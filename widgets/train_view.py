@@ -35,13 +35,11 @@ class TrainView(ChainsView, LiveView):
     `view.rollout`. `view.selection` is the clicked trajectory. The pause and stop buttons control the first run that
     supports them, even while a cell awaits the run. If a run ends early, the view shows how to continue.
 
-    By default, the view has the standard charts and one chart for each of the first six reward metrics, with circles
-    for evaluations; a table lists the other metrics. `panels=` replaces these charts. Each entry specifies one chart:
-    the name of a column of `view.to_frame()`, such as "reward" or "metric_exact", a list of such names, or a function
-    that takes this data frame and returns a series, or a data frame with one column per line::
-
-        def tokens_per_second(records):
-            return records["tokens"] * records["trajectories"] / records["seconds"]
+    By default, the view has charts of the success rate, the reward, the first six reward metrics and the KL, with
+    circles for evaluations; a button shows the remaining charts, and a table lists the other metrics. `panels=`
+    replaces these charts. Each entry specifies one chart: the name of a column of `view.to_frame()`, such as "reward"
+    or "metric_exact", a list of such names, or a function that takes this data frame and returns a series, or a data
+    frame with one column per line::
 
         w.TrainView(run, panels=["success", ["entropy", "approx_kl"], "metric_exact", tokens_per_second])
 

@@ -24,7 +24,7 @@ assert not {t.messages[-1]["content"] for t in tasks.train} & {t.messages[-1]["c
 assert len(shown.ids) == len(shown.action_mask) == len(shown.logprobs)
 assert all(t.author == agent.name for t in shown.turns if t.sampled) and not shown.turns[0].sampled
 assert stats.sampler_gap < 1e-4
-assert len(steps) == 24 and steps[-1].success > 0.8
+assert len(run.records) == 24 and run.records[-1]["success"] > 0.8
 assert first <= 0.35 and last >= 0.9 and len(difference.lost) < len(difference.gained)
 """,
     "03_chat_templates": """
@@ -123,7 +123,7 @@ assert before.success < 0.35 and after.success > 0.5
 assert expert.reward == 1 and expert.metrics["score"] == 100 and luck.summary()["success"] == 0
 assert {t.stop for t in guesses.trajectories} == {"env_done"} and 0.15 < guessing < 0.5
 assert loss.item() < 0.1 and imitated.success > guessing + 0.15 and after.success > guessing + 0.15
-assert all(step.record["unscored"] == 0 for step in steps)
+assert all(record["unscored"] == 0 for record in run.records)
 """,
     "18_imitate_and_distil": """
 assert not first.action_mask.any() and batch.mask.any()

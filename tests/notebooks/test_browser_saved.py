@@ -10,6 +10,7 @@ from paths import ROOT
 from test_notebooks import NOTEBOOKS, by_name
 
 from agentfly_kit import _demo
+from agentfly_kit.__main__ import copy_course
 
 WHY_NOT = browser.missing()
 pytestmark = [pytest.mark.real, pytest.mark.skipif(WHY_NOT is not None, reason=str(WHY_NOT))]
@@ -39,6 +40,7 @@ def test_a_saved_tour_shows_its_pictures(lab: browser.Lab, trusted: bool) -> Non
         f"() => {{ {nb._PANEL} return [...panel.content.model.cells].filter((c) => c.type === 'code').map((c) => c.trusted); }}"
     )
     assert all(trusts) if trusted else not all(trusts)
+    nb.command("notebook:show-all-cell-outputs")  # some are saved collapsed
     shown = page.locator(".jp-RenderedHTMLCommon.jp-OutputArea-output")
     wanted = sum("text/html" in output.get("data", {}) for cell in cells for output in cell.outputs)
     page.wait_for_function(
@@ -52,6 +54,7 @@ def test_a_saved_tour_shows_its_pictures(lab: browser.Lab, trusted: bool) -> Non
     assert all(box["height"] > 20 for box in (each.bounding_box() or {"height": 0} for each in shown.all()))
     # Token colours and curves appear in trusted and untrusted notebooks.
     assert shown.locator("span[style*='background-color']").count() > 20
+    page.evaluate("() => document.querySelectorAll('.jp-OutputArea details').forEach((x) => { x.open = true; })")
     images = shown.locator("img")
     assert images.count() > 4
     for image in images.all():
@@ -62,6 +65,22 @@ def test_a_saved_tour_shows_its_pictures(lab: browser.Lab, trusted: bool) -> Non
     page.screenshot(path=PICTURES / f"{name}.png")
     page.context.close()
     # JupyterLab reports this error if a kernel is shut down during a debugger request. No other error is allowed.
+    assert [error for error in nb.errors if "Could not restore the debugger state" not in error] == []
+
+
+def test_the_links_of_the_index_open_notebooks(lab: browser.Lab) -> None:
+    copy_course(lab.root)
+    nb = browser.Notebook(lab, lab.root / "index.ipynb", 1280, 1000)
+    page = nb.page
+    for name in ("01_quickstart", "30_apt"):
+        page.locator(f".jp-MarkdownOutput a[href*='{name}']").filter(visible=True).first.click()
+        page.wait_for_function(
+            "(path) => window.jupyterapp.shell.currentWidget?.context?.path === path", arg=f"{name}.ipynb"
+        )
+        page.locator(".jp-NotebookPanel:not(.lm-mod-hidden) .jp-MarkdownOutput h1").first.wait_for()
+        page.get_by_role("tab", name="index.ipynb").click()
+    page.evaluate("async () => { await window.jupyterapp.serviceManager.sessions.shutdownAll(); }")
+    page.context.close()
     assert [error for error in nb.errors if "Could not restore the debugger state" not in error] == []
 
 
@@ -95,6 +114,7 @@ def test_every_saved_tutorial_shows_what_it_put_out(lab: browser.Lab, trusted: b
         written = any("text/html" in o.get("data", {}) for cell in cells for o in cell.outputs)
         assert all(trusts) if trusted else not written or not all(trusts), name
         # JupyterLab shows the HTML form of an output rather than its text, even in untrusted notebooks.
+        nb.command("notebook:show-all-cell-outputs")  # some are saved collapsed
         wanted = sum("text/html" in o.get("data", {}) for cell in cells for o in cell.outputs)
         there = f"""() => {{ {nb._PANEL} return panel.node.querySelectorAll('.jp-RenderedHTMLCommon.jp-OutputArea-output').length; }}"""
         page.wait_for_function(f"(n) => ({there})() === n", arg=wanted)

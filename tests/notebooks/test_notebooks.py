@@ -75,6 +75,19 @@ def test_every_formula_is_closed() -> None:
                 assert not re.search(r"\\\\[a-z]", prose), f"a doubled backslash: {cell.source}"
 
 
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
+def test_a_live_view_is_above_the_cell_that_awaits_its_run(path: Path) -> None:
+    """The saved outputs of the next cell, which is on the screen during the run, are collapsed to their first line."""
+    cells = [cell for cell in nbformat.read(path, as_version=4).cells if cell.cell_type == "code"]
+    for i, cell in enumerate(cells):
+        live = re.search(r"(Train|Rollout)View\(\w+\)", cell.source)
+        assert not (live and "await " in cell.source[live.end() :]), cell.source
+        if live and re.search(r"^await run$(?!\nafter)", cells[i + 1].source, flags=re.MULTILINE):
+            for after in cells[i + 2 : i + 3]:
+                assert after.metadata.jupyter.outputs_hidden
+                assert not re.search(r"\d\.\d", after.outputs[0].text.splitlines()[0]), "a result is visible"
+
+
 def test_the_quickstart_is_short() -> None:
     assert len(nbformat.read(ROOT / "notebooks" / "01_quickstart.ipynb", as_version=4).cells) <= 12
 
@@ -100,7 +113,8 @@ def test_there_are_exercises_and_their_answers_are_run(name: str, answers: int, 
 def test_notebooks_on_related_systems_have_the_same_parts(name: str) -> None:
     """A notebook of docs/neighbours.md is short, and compares the authors' figures with ours in one table."""
     cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
-    code = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+    hidden = {"source_hidden": True}  # drawings and checks
+    code = "\n".join(c.source for c in cells if c.cell_type == "code" and c.metadata.get("jupyter") != hidden)
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 150
     text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     title, headings = text.splitlines()[0], re.findall(r"^## (.*)$", text, flags=re.MULTILINE)

@@ -360,6 +360,12 @@ def test_train_view_is_live_during_an_await(notebook: Any) -> None:
     nb.finish()
     assert nb.python("chosen") >= 1
     page.wait_for_selector("text=step 24 of 24")
+    charts = page.locator(".afk-chart").filter(visible=True)
+    browser.expect(charts.locator(".afk-name")).to_have_text(["success", "reward", "approx KL"])
+    page.get_by_role("button", name="7 more charts").click()
+    browser.expect(charts).to_have_count(10)
+    page.get_by_role("button", name="Fewer charts").click()
+    browser.expect(charts).to_have_count(3)
     browser.expect(page.locator(".afk-point")).to_have_count(1 + 6)  # one in the legend, and one per four steps
     page.locator(".afk-charts").focus()
     nb.press("Home", "ArrowRight", "Enter")

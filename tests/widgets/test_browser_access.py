@@ -6,7 +6,7 @@ from typing import Any
 
 import browser
 import pytest
-from paths import TESTS
+from paths import ROOT, TESTS
 from test_browser import RECORDS
 from test_browser_forms import TOOL
 
@@ -45,6 +45,7 @@ CELLS = {
     "chained = w.ToolForm(agents.calculator, agent=agents.scripted(['42']), task=agents.tasks()[0])\n"
     'chained._do_chain(\'{"expression": "6*7"}\')\nchained',
 }
+PICTURES = ROOT / "build" / "screenshots"
 AXE = Path(str(__import__("axe_playwright_python").__path__[0])) / "axe.min.js"
 
 
@@ -119,3 +120,26 @@ def test_everything_is_reached_by_tab_and_left_again(notebook: Any) -> None:
             assert ring != "none", page.evaluate("() => document.activeElement.outerHTML.slice(0, 200)")
         assert len(reached) >= wanted, f"{len(reached)} of {wanted}"
         assert at < 0, "Tab does not leave the view"
+
+
+# Controls that reach beyond the view in which they are, or that are too small to be hit. (axe-core checks checkboxes.)
+CUT = """(view) => { const box = view.getBoundingClientRect();
+  return [...view.querySelectorAll('button, select, input:not([type=checkbox]), textarea, summary')].filter((x) => x.checkVisibility()).map((x) => {
+    const own = x.getBoundingClientRect();
+    return [own.left < box.left - 1 || own.right > box.right + 1 || own.height < 16, x.outerHTML.slice(0, 160)];
+  }).filter(([cut]) => cut); }"""  # noqa: E501
+
+
+def test_views_are_usable_236_pixels_wide(notebook: Any) -> None:
+    nb = notebook(RECORDS + "\n" + TOOL, VIEWS, *CELLS.values(), size=(1280, 3000))
+    page = nb.page
+    page.add_style_tag(content=".jp-Notebook .afk:not(.afk .afk) { width: 236px; }")
+    nb.run()
+    page.wait_for_function("(n) => document.querySelectorAll('.afk').length >= n", arg=len(CELLS) + 1)
+    page.wait_for_function(SETTLED, polling=1000)
+    PICTURES.mkdir(parents=True, exist_ok=True)
+    for i, view in enumerate(page.locator(".jp-OutputArea-output .afk").all()):
+        name = view.get_attribute("class").split()[1]
+        view.screenshot(path=PICTURES / f"236-{i}-{name}.png")
+        assert view.evaluate("(x) => x.scrollWidth - x.clientWidth") <= 0, name
+        assert view.evaluate(CUT) == [], name

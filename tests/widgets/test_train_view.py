@@ -220,12 +220,15 @@ async def test_every_field_of_a_run_has_a_name_and_metrics_are_drawn_with_their_
     fake = FakeRun(2)
     fake.step(metric_exact=0.25, eval_metric_exact=0.5)
     view = w.TrainView(fake)
-    panel = view._about["panels"][-1]
+    panels = view._about["panels"]
+    panel = panels[2]
     assert (panel["label"], panel["points"]) == ("exact", "eval_metric_exact")
+    assert [p["label"] for p in panels if not p["more"]] == ["success", "reward", "exact", "approx KL"]
     columns = view._buffers["runs"][0]["columns"]
     np.testing.assert_array_equal(unpack(columns["eval_metric_exact"]), np.float32([math.nan, math.nan, 0.5]))
     page = check_static(view)
     assert "exact (evaluation)" in page.text and "Circles are evaluations" in page.text
+    assert "2 more charts" in page.text  # the gradient norm and the seconds
 
 
 def test_panels_of_names_lists_and_functions() -> None:
