@@ -219,6 +219,12 @@ class InjectedFunction(Generic[P, R]):
                         f"{self.kind} {self.name} requires the field {name!r}, which task {task.id!r} does not have "
                         f"(its fields: {have}{also}){hint}; rename the parameter or give it a default"
                     )
+                value = task.fields[name]
+                if self._parameters[name].annotation is str and isinstance(value, int | float):
+                    raise TaskError(
+                        f"{self.kind} {self.name}: the field {name!r} of task {task.id!r} must be a str, as annotated, "
+                        f"got {value!r}, which equals no text; make the tasks with str(...), or change the annotation"
+                    )
 
     @asynccontextmanager
     async def _inject(
