@@ -18,7 +18,6 @@ import errors
 import pytest
 from agents import Box, agent, call, fresh, played, put, put_call, random_policy, scripted, tasks
 from paths import ROOT
-from processes import alive
 from test_engine_vllm import gaps
 from test_fleet import nudge, states
 from test_server_updates import PolicyServer
@@ -148,8 +147,9 @@ def same(a: af.Rollout, b: af.Rollout) -> None:
     assert [t.id for t in a] == [t.id for t in b]
     for x, y in zip(a, b, strict=True):
         assert (x.stop, x.reward, x.seed, x.metrics) == (y.stop, y.reward, y.seed, y.metrics)
-        first, second = ([(t.ids, t.logprobs, t.entropies) for t in chain.turns] for chain in (x, y))
-        assert first == second
+        assert [t.ids for t in x.turns] == [t.ids for t in y.turns]
+        assert [t.logprobs for t in x.turns] == [t.logprobs for t in y.turns]
+        assert [t.entropies for t in x.turns] == [t.entropies for t in y.turns]
     assert a == b
 
 
@@ -162,52 +162,69 @@ def three(cluster: Any) -> Iterator[tuple[af.Agent, Any]]:
 
 
 @pytest.mark.real
-async def test_a_rollout_equals_that_of_one_process(three: tuple[af.Agent, Any]) -> None:
+def test_a_rollout_equals_that_of_one_process(three: tuple[af.Agent, Any]) -> None:
     given, workers = three
-    same(await given.rollout(tasks(8), 4, index=3, workers=workers), await given.rollout(tasks(8), 4, index=3))
-    limited = {"group_budget": af.Budget(turns=5), "max_concurrency": 2}
-    same(await given.rollout(tasks(4), 3, workers=workers, **limited), await given.rollout(tasks(4), 3, **limited))
+
+    async def go() -> None:
+        same(await given.rollout(tasks(8), 4, index=3, workers=workers), await given.rollout(tasks(8), 4, index=3))
+        limited = {"group_budget": af.Budget(turns=5), "max_concurrency": 2}
+        same(await given.rollout(tasks(4), 3, workers=workers, **limited), await given.rollout(tasks(4), 3, **limited))
+
+    asyncio.run(go())
 
 
 @pytest.mark.real
-async def test_evaluations_and_events(three: tuple[af.Agent, Any]) -> None:
+def test_evaluations_and_events(three: tuple[af.Agent, Any]) -> None:
     """Settings that differ from those of the workers' agent are sent, events arrive, and `async for` works."""
     given, workers = three
-    there, here = [
-        await af.evaluate(given, tasks(6), 2, seeds=(0, 1), sampling=af.Sampling(0.5, max_tokens=64), workers=where)
-        for where in (workers, None)
-    ]
-    same(there.rollout, here.rollout)
-    assert there.success == here.success
-    events: tuple[list[Any], list[Any]] = ([], [])
-    handle, other = (given.rollout(tasks(4), 2, workers=where) for where in (workers, None))
-    for run, found in zip((handle, other), events, strict=True):
-        run.subscribe(found.append)
-    ids = {t.id async for t in handle}
-    assert len(ids) == 8 == handle.snapshot().count("done")
-    await other
-    for name in ids:
-        kinds = [[(e.kind, e.phase, e.turn, e.detail) for e in found if e.trajectory == name] for found in events]
-        assert kinds[0] == kinds[1]
-    assert all(0 <= e.time <= handle.partial.seconds for e in events[0])
+
+    async def go() -> None:
+        there = await af.evaluate(
+            given, tasks(6), 2, seeds=(0, 1), sampling=af.Sampling(0.5, max_tokens=64), workers=workers
+        )
+        here = await af.evaluate(given, tasks(6), 2, seeds=(0, 1), sampling=af.Sampling(0.5, max_tokens=64))
+        same(there.rollout, here.rollout)
+        assert there.success == here.success
+        handle = given.rollout(tasks(4), 2, workers=workers)
+        events: list[Any] = []
+        handle.subscribe(events.append)
+        ids = {t.id async for t in handle}
+        assert len(ids) == 8 == handle.snapshot().count("done")
+        local: list[Any] = []
+        other = given.rollout(tasks(4), 2)
+        other.subscribe(local.append)
+        await other
+        for name in ids:
+            kinds = [
+                [(e.kind, e.phase, e.turn, e.detail) for e in found if e.trajectory == name]
+                for found in (events, local)
+            ]
+            assert kinds[0] == kinds[1]
+        assert all(0 <= e.time <= handle.partial.seconds for e in events)
+
+    asyncio.run(go())
 
 
 @pytest.mark.real
-async def test_branches_and_forks(three: tuple[af.Agent, Any]) -> None:
+def test_branches_and_forks(three: tuple[af.Agent, Any]) -> None:
     given, workers = three
-    branch = af.Branch(2, weight=0.0, base=1.0)
-    same(
-        await given.rollout(tasks(4), 6, branch=branch, workers=workers),
-        await given.rollout(tasks(4), 6, branch=branch),
-    )
-    forking = given.replace(after_observation=lambda chain: 1 if not chain.key.fork else None)
-    there = await forking.rollout(tasks(4), 2, workers=workers)
-    same(there, await forking.rollout(tasks(4), 2))
-    assert any("." in t.id for t in there)
+
+    async def go() -> None:
+        branch = af.Branch(2, weight=0.0, base=1.0)
+        same(
+            await given.rollout(tasks(4), 6, branch=branch, workers=workers),
+            await given.rollout(tasks(4), 6, branch=branch),
+        )
+        forking = given.replace(after_observation=lambda chain: 1 if not chain.key.fork else None)
+        there = await forking.rollout(tasks(4), 2, workers=workers)
+        same(there, await forking.rollout(tasks(4), 2))
+        assert any("." in t.id for t in there)
+
+    asyncio.run(go())
 
 
 @pytest.mark.long
-async def test_a_killed_worker_costs_no_chain(cluster: Any, tmp_path: Path) -> None:
+def test_a_killed_worker_costs_no_chain(cluster: Any, tmp_path: Path) -> None:
     """The groups of a worker that is killed during a rollout run again with the same result."""
     mark = tmp_path / "killed"
 
@@ -226,11 +243,15 @@ async def test_a_killed_worker_costs_no_chain(cluster: Any, tmp_path: Path) -> N
     given = agent(tools=[calculator])
     with af.ray.workers(given, 2) as workers:
         mark.write_text("armed")
-        there = await given.rollout(tasks(8), 4, workers=workers)
-        assert mark.read_text() == "done", "no worker was killed"
-        same(there, await given.rollout(tasks(8), 4))
-        again = await given.rollout(tasks(8), 4, index=1, workers=workers)
-        same(again, await given.rollout(tasks(8), 4, index=1))
+
+        async def go() -> None:
+            there = await given.rollout(tasks(8), 4, workers=workers)
+            assert mark.read_text() == "done", "no worker was killed"
+            same(there, await given.rollout(tasks(8), 4))
+            again = await given.rollout(tasks(8), 4, index=1, workers=workers)
+            same(again, await given.rollout(tasks(8), 4, index=1))
+
+        asyncio.run(go())
 
 
 @pytest.mark.soak
@@ -267,7 +288,7 @@ class Deadly:
 
 
 @pytest.mark.soak
-async def test_a_removed_node_costs_no_chain(cluster: Any) -> None:
+def test_a_removed_node_costs_no_chain(cluster: Any) -> None:
     @af.tool
     async def calculator(expression: str) -> str:
         """Evaluate an arithmetic expression slowly.
@@ -282,17 +303,26 @@ async def test_a_removed_node_costs_no_chain(cluster: Any) -> None:
     node = cluster.add_node(num_cpus=1, resources={"extra": 1}, object_store_memory=100 * 2**20)
     given = agent(tools=[calculator])
     with af.ray.workers(given, 1, resources={"extra": 0.1}) as only, af.ray.workers(given, 1) as other:
-        # Workers with the processes of both, so that one of them is on a certain node.
-        only._actors += other._actors
-        other._actors = []
-        handle = given.rollout(tasks(8), 4, max_concurrency=4, workers=only)
-        removed = False
-        async for _ in handle:
-            if not removed:
-                removed = True
-                await asyncio.to_thread(cluster.remove_node, node, False)
-                assert len(handle.partial) < 32, "the rollout was over before the node was removed"
-        same(await handle, await given.rollout(tasks(8), 4))
+        both = merged(only, other)
+
+        async def go() -> None:
+            handle = given.rollout(tasks(8), 4, max_concurrency=4, workers=both)
+            removed = False
+            async for _ in handle:
+                if not removed:
+                    removed = True
+                    await asyncio.to_thread(cluster.remove_node, node, False)
+                    assert len(handle.partial) < 32, "the rollout was over before the node was removed"
+            same(await handle, await given.rollout(tasks(8), 4))
+
+        asyncio.run(go())
+
+
+def merged(first: Any, second: Any) -> Any:
+    """Return workers with the processes of both, so that one of them is on a certain node."""
+    first._actors += second._actors
+    second._actors = []
+    return first
 
 
 @pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.soak)])
@@ -315,36 +345,42 @@ def test_a_training_run_equals_that_of_one_process(cluster: Any, overlap: int) -
 
 
 @pytest.mark.long
-async def test_servers_have_their_last_weights_and_states_in_the_workers(cluster: Any) -> None:
+def test_servers_have_their_last_weights_and_states_in_the_workers(cluster: Any) -> None:
     """An update in this process changes the versions that workers record, and the servers that they use."""
     policy = fresh()
     servers = PolicyServer(policy), PolicyServer(policy)
-    fleet = af.Fleet([server.client() for server in servers])
-    given = agent(policy, engine=fleet)
+
+    async def go(given: af.Agent, workers: Any) -> None:
+        fleet = given.engine
+        assert isinstance(fleet, af.Fleet)
+        for version in (1, 2):
+            nudge(policy)
+            await fleet.update(policy)
+            rollout = await given.rollout(tasks(4), 2, index=version, workers=workers)
+            assert {int(v) for t in rollout for v in t.versions[t.action_mask]} == {version}
+            assert gaps(policy, af.collate(rollout, af.advantages.grpo))[0] < 1e-4 and all(
+                server.got for server in servers
+            )
+        servers[1].initial = fresh()
+        servers[1].restart()
+        with pytest.warns(UserWarning, match="is not used until"):
+            await fleet.probe(policy)
+        servers[1].got.clear()
+        assert not (await given.rollout(tasks(4), 2, workers=workers)).failed
+        assert not servers[1].got, "a stale server was used"
+        await fleet.close()
+
+    given = agent(policy, engine=af.Fleet([server.client() for server in servers]))
     try:
         with af.ray.workers(given, 1) as workers:
-            for version in (1, 2):
-                nudge(policy)
-                await fleet.update(policy)
-                rollout = await given.rollout(tasks(4), 2, index=version, workers=workers)
-                assert {int(v) for t in rollout for v in t.versions[t.action_mask]} == {version}
-                assert gaps(policy, af.collate(rollout, af.advantages.grpo))[0] < 1e-4
-                assert all(server.got for server in servers)
-            servers[1].initial = fresh()
-            servers[1].restart()
-            with pytest.warns(UserWarning, match="is not used until"):
-                await fleet.probe(policy)
-            servers[1].got.clear()
-            assert not (await given.rollout(tasks(4), 2, workers=workers)).failed
-            assert not servers[1].got, "a stale server was used"
-            await fleet.close()
+            asyncio.run(go(given, workers))
     finally:
         for server in servers:
             server.stop()
 
 
 @pytest.mark.long
-async def test_a_closure_of_a_notebook_travels(cluster: Any) -> None:
+def test_a_closure_of_a_notebook_travels(cluster: Any) -> None:
     """Functions and classes of `__main__` are pickled by value, with the variables that they use."""
     code = textwrap.dedent("""
         import asyncio, ray, agentfly_kit as af
@@ -374,13 +410,18 @@ async def test_a_closure_of_a_notebook_travels(cluster: Any) -> None:
     # A second driver, while this one has a rollout.
     given = agent()
     with af.ray.workers(given, 1) as workers:
-        running = asyncio.ensure_future(given.rollout(tasks(4), 4, workers=workers))
-        environment = os.environ | {"RAY_ADDRESS": cluster.address}
-        command = [sys.executable, "-c", code]
-        done = await asyncio.to_thread(
-            subprocess.run, command, env=environment, capture_output=True, text=True, timeout=GUARD
-        )
-        same(await running, await given.rollout(tasks(4), 4))
+
+        async def go() -> subprocess.CompletedProcess[str]:
+            running = asyncio.ensure_future(given.rollout(tasks(4), 4, workers=workers))
+            environment = os.environ | {"RAY_ADDRESS": cluster.address}
+            command = [sys.executable, "-c", code]
+            done = await asyncio.to_thread(
+                subprocess.run, command, env=environment, capture_output=True, text=True, timeout=GUARD
+            )
+            same(await running, await given.rollout(tasks(4), 4))
+            return done
+
+        done = asyncio.run(go())
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == "[7.0, 7.0] 7"
 
@@ -413,7 +454,7 @@ def test_each_worker_has_its_own_pool_as_the_documentation_says(
 
 
 @pytest.mark.long
-async def test_a_cancelled_rollout_gives_back_the_sandboxes_of_the_workers(cluster: Any, tmp_path: Path) -> None:
+def test_a_cancelled_rollout_gives_back_the_sandboxes_of_the_workers(cluster: Any, tmp_path: Path) -> None:
     """The next rollout gets the only sandbox, for which other chains waited as well when they were cancelled."""
 
     @af.tool
@@ -435,11 +476,15 @@ async def test_a_cancelled_rollout_gives_back_the_sandboxes_of_the_workers(clust
         af.tasks_from([{"question": "?", "answer": "x", "kind": kind, "n": n} for n in range(2)]) for kind in texts
     )
     with af.ray.workers(given, 1) as workers:
-        running = asyncio.ensure_future(given.rollout(waiting, 2, workers=workers)._wait())
-        await until((tmp_path / "waiting").exists)
-        running.cancel()
-        await asyncio.wait([running])
-        rollout = await given.rollout(asking, 2, workers=workers)
+
+        async def go() -> af.Rollout:
+            running = asyncio.ensure_future(given.rollout(waiting, 2, workers=workers)._wait())
+            await until((tmp_path / "waiting").exists)
+            running.cancel()
+            await asyncio.wait([running])
+            return await given.rollout(asking, 2, workers=workers)
+
+        rollout = asyncio.run(go())
     assert [c.result.observation for t in rollout for c in t.tool_calls if c.result] == ["7"] * 4
 
 
@@ -494,20 +539,56 @@ def test_close_leaves_no_process(cluster: Any) -> None:
     assert repr(workers) == "Workers(closed)"
 
 
+def alive(pid: int) -> bool:
+    """Return whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
 @pytest.mark.real
-async def test_stopping_leaves_the_workers_usable(three: tuple[af.Agent, Any]) -> None:
+def test_stopping_leaves_the_workers_usable(three: tuple[af.Agent, Any]) -> None:
     given, workers = three
-    handle = given.rollout(tasks(12), 4, max_concurrency=4, workers=workers)
-    async for _ in handle:
-        handle.stop()
-    assert 0 < len(handle.partial) < 48
-    same(await given.rollout(tasks(3), 2, workers=workers), await given.rollout(tasks(3), 2))
+
+    async def go() -> None:
+        handle = given.rollout(tasks(12), 4, max_concurrency=4, workers=workers)
+        async for _ in handle:
+            handle.stop()
+        assert 0 < len(handle.partial) < 48
+        same(await given.rollout(tasks(3), 2, workers=workers), await given.rollout(tasks(3), 2))
+
+    asyncio.run(go())
 
 
 @pytest.mark.soak
 def test_bad_input(cluster: Any, three: tuple[af.Agent, Any]) -> None:
     given, workers = three
+    errors.check(
+        lambda: given.rollout(tasks(1), budget=af.Budget(turns=3), workers=workers),
+        af.errors.SettingsError,
+        re.compile(r"budget must be None with workers.*group_budget="),
+    )
     config = SMALL.replace(budget=af.Budget(turns=3))
+    with pytest.raises(af.errors.SettingsError, match=r"budget must be None with workers"):
+        af.train(given, given.engine.policy, tasks(3), config, workers=workers)  # type: ignore[attr-defined]
+    errors.check(
+        lambda: given.replace(engine=af.LocalEngine(random_policy()), chat=given.chat).rollout(
+            tasks(1), workers=workers
+        ),
+        af.errors.SettingsError,
+        re.compile(r"an agent with the same engine: af.ray.workers\(agent, 3\)"),
+    )
+    errors.check(
+        lambda: given.replace(pools=[af.Pool(Box)]).rollout(tasks(1), workers=workers),
+        af.errors.SettingsError,
+        "an agent with the same pools",
+    )
+    errors.check(
+        lambda: af.ray.workers(scripted(["x"]), 2, timeout=2, num_cpus=64),
+        af.errors.SettingsError,
+        re.compile(r"2 workers did not start within 2 s; each needs 64 CPU, .* free"),
+    )
     generator = (i for i in range(3))
 
     @af.reward
@@ -523,30 +604,16 @@ def test_bad_input(cluster: Any, three: tuple[af.Agent, Any]) -> None:
         """
         return str(next(generator) + n)
 
-    def rollout(chains: Any = given, **more: Any) -> Any:
-        return chains.rollout(tasks(1), workers=workers, **more)
-
-    other = given.replace(engine=af.LocalEngine(random_policy()), chat=given.chat)
-    cases: list[tuple[Any, str]] = [
-        (lambda: rollout(budget=af.Budget(turns=3)), r"budget must be None with workers.*group_budget="),
-        (
-            lambda: af.train(given, given.engine.policy, tasks(3), config, workers=workers),  # type: ignore[attr-defined]
-            "budget must be None with workers",
-        ),
-        (lambda: rollout(other), r"an agent with the same engine: af.ray.workers\(agent, 3\)"),
-        (lambda: rollout(given.replace(pools=[af.Pool(Box)])), "an agent with the same pools"),
-        (
-            lambda: af.ray.workers(scripted(["x"]), 2, timeout=2, num_cpus=64),
-            "2 workers did not start within 2 s; each needs 64 CPU, .* free",
-        ),
-        (
-            lambda: af.ray.workers(scripted(["x"], reward=unsendable), 1),
-            "its reward 'unsendable' cannot be pickled .*generator",
-        ),
-        (lambda: af.ray.workers(scripted(["x"], tools=[read]), 1), "its tool 'read' cannot be pickled"),
-    ]
-    for attempt, words in cases:
-        errors.check(attempt, af.errors.SettingsError, re.compile(words))
+    errors.check(
+        lambda: af.ray.workers(scripted(["x"], reward=unsendable), 1),
+        af.errors.SettingsError,
+        re.compile(r"its reward 'unsendable' cannot be pickled .*generator"),
+    )
+    errors.check(
+        lambda: af.ray.workers(scripted(["x"], tools=[read]), 1),
+        af.errors.SettingsError,
+        "its tool 'read' cannot be pickled",
+    )
     errors.check(
         lambda: given.rollout([af.Task("t", ({"role": "user", "content": "?"},))], workers=workers),
         af.errors.TaskError,
