@@ -132,15 +132,18 @@ class Run(Displayable):
         """Return True if the folder contains a run to continue. Otherwise, replace its contents with a new run."""
         if self.check(fingerprint, resume=resume):
             about = self._read_about()
+            before = about["fingerprint"]["config"]["steps"]
+            changes = (
+                {} if before == fingerprint["config"]["steps"] else {"first_step": before}
+            )  # see `adds_iterations`
             if about.get("version", 0) < _VERSION:
                 warn_or_log(
                     f"{self.path} was written by agentfly_kit 0.2, which identified functions in another way: changes "
                     "to its functions since then are not detected"
                 )
-                self._write_about(about | {"version": _VERSION, "fingerprint": fingerprint})
-            elif (before := about["fingerprint"]["config"]["steps"]) != fingerprint["config"]["steps"]:
-                # Iterations are added to a complete run.
-                self._write_about(about | {"fingerprint": fingerprint, "first_step": before})
+                changes["version"] = _VERSION
+            if changes:
+                self._write_about(about | {"fingerprint": fingerprint} | changes)
             return True
         about = {"format": _FORMAT, "version": _VERSION, "id": secrets.token_hex(8), "start_version": start_version}
         about["fingerprint"] = fingerprint
