@@ -25,6 +25,7 @@ from typing import Any
 
 SUCCESS = re.compile(r"success: (\d*\.\d+) -> (\d*\.\d+)(?![^\s'\"])")
 ESCAPES = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
+PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
 
 
@@ -40,13 +41,15 @@ def title(source: str) -> str:
 
 
 def static(notebook: Any) -> None:
-    """Remove empty outputs and memory addresses, and the widget version of outputs that have a text/html version."""
+    """Remove empty outputs, memory addresses and widgets with a text/html version, and add texts to plotly figures."""
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         if "outputs" in cell:
             cell.outputs = [o for o in cell.outputs if o.get("data") != {}]  # `show_progress` leaves empty outputs
         for output in cell.get("outputs", []):
             data = output.get("data", {})
+            if PLOTLY in data:
+                data.setdefault("text/plain", "A figure that JupyterLab draws.")
             if "text/plain" in data:
                 data["text/plain"] = re.sub(" at 0x[0-9a-f]+", "", data["text/plain"])
             if "text/html" in data:
