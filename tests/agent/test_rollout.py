@@ -353,8 +353,8 @@ def test_a_run_is_created_continued_or_rejected(tmp_path: Path) -> None:
     assert "steps" not in str(told.value)
     assert not again.claim(other, resume=False)
     assert (af.Run(tmp_path / "run").records, again.claim(other, resume=True)) == ([], True)
-    af.Run(tmp_path / "numpy").claim({"lr": np.float32(0.5)}, resume=True)
-    assert af.Run(tmp_path / "numpy").claim({"lr": 0.5}, resume=True)
+    af.Run(tmp_path / "numpy").claim({"config": {"steps": 3, "lr": np.float32(0.5)}}, resume=True)
+    assert af.Run(tmp_path / "numpy").claim({"config": {"steps": 3, "lr": 0.5}}, resume=True)
 
 
 def test_what_is_not_json_is_not_recorded(tmp_path: Path, run: af.Run) -> None:
