@@ -55,12 +55,13 @@ def test_a_run_is_steered_from_its_view(notebook: Any) -> None:
     # Open a step of the active run and its tokens while the cell awaits.
     view.locator(".afk-charts").focus()
     nb.press("Home", "ArrowRight", "Enter")
-    view.locator(".afk-listbox").wait_for()
-    view.locator(".afk-listbox button").nth(1).click()
+    chains = view.get_by_role("region", name="trajectories of step")
+    chains.wait_for()
+    chains.locator("button").nth(1).click()
     child = view.locator(".afk-child .afk-tokenview")
     child.locator(".afk-lines .afk-tok").first.wait_for()
     browser.expect(child).to_have_count(1)
-    view.locator(".afk-listbox button").nth(2).click()
+    chains.locator("button").nth(2).click()
     view.get_by_role("button", name="Stop after this step").click()
     nb.finish()
     assert 2 <= nb.python("len(run.records)") < 20_000
