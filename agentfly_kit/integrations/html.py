@@ -220,8 +220,9 @@ def group(group: Group) -> str:
 
 
 def trajectories(trajectories: Trajectories) -> str:
-    rows = ((t.id, t.reward, t.explain()) for t in trajectories)
-    return table(("chain", "reward", "explanation"), rows, max_rows=8)
+    rows = ((t.id, t.reward, t.explain()) for t in trajectories[:8])  # `explain` is slow for long texts
+    more = f"<p>and {len(trajectories) - 8:,} more</p>" if len(trajectories) > 8 else ""
+    return table(("chain", "reward", "explanation"), rows) + more
 
 
 def rollout(rollout: Rollout) -> str:
