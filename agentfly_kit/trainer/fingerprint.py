@@ -131,7 +131,7 @@ _EXTENDABLE = ("steps", "lr", "lr_end")
 def identity(fingerprint: Mapping[str, Any], *, without: tuple[str, ...] = ()) -> dict[str, Any]:
     """Return the part of a fingerprint that must be equal to continue a run, without some settings of the config."""
     left_out = {*_OPERATIONAL, *without}
-    config = {name: value for name, value in fingerprint["config"].items() if name not in left_out}
+    config = {name: value for name, value in fingerprint.get("config", {}).items() if name not in left_out}
     return {**fingerprint, "config": config}
 
 

@@ -132,10 +132,10 @@ class Run(Displayable):
         """Return True if the folder contains a run to continue. Otherwise, replace its contents with a new run."""
         if self.check(fingerprint, resume=resume):
             about = self._read_about()
+            changes: dict[str, Any] = {}
             before = about["fingerprint"]["config"]["steps"]
-            changes = (
-                {} if before == fingerprint["config"]["steps"] else {"first_step": before}
-            )  # see `adds_iterations`
+            if before != fingerprint["config"]["steps"]:  # iterations are added to a complete run
+                changes["first_step"] = before
             if about.get("version", 0) < _VERSION:
                 warn_or_log(
                     f"{self.path} was written by agentfly_kit 0.2, which identified functions in another way: changes "

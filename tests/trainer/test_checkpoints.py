@@ -202,3 +202,8 @@ async def test_a_complete_run_continues_with_more_steps(tmp_path: Path) -> None:
         start(folder, config=added.replace(steps=8))  # the run is not complete
     await start(folder, config=added)
     assert [r["lr"] for r in af.Run(folder).records] == pytest.approx([1e-3] * 4 + [4e-4, 3e-4, 2e-4])
+
+
+def test_a_run_without_settings_is_another_run(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text('{"format": "agentfly_kit.run", "version": 3, "id": "0", "fingerprint": {}}')
+    errors.check(lambda: start(tmp_path), af.errors.RunMismatch, "not in the folder's run")
