@@ -183,7 +183,9 @@ class Chains:
         """Number of chains with token ids outside of the vocabulary of the chat or the engine."""
         return sum(
             # A chat shows an unknown id as "[id]", and an engine rejects a prompt that contains one.
-            any(text == f"[{i}]" for x in t.actions for i, text in zip(x.ids or (), x.token_texts or (), strict=False))
+            any(
+                text == f"[{i}]" for x in t.actions for i, text in zip(x.ids or (), x.token_texts or (), strict=False)
+            )
             or (t.error is not None and t.error.where == "engine" and "exceed the vocabulary" in t.error.message)
             for t in self.chains
         )

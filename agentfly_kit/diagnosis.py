@@ -30,7 +30,7 @@ from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
 
 # Beginnings of tool calls in common formats. A text that contains one of them is unlikely to be an answer.
-_CALL = re.compile(r'<tool_call|<function|<\|tool|<\|python_tag|\[TOOL_CALLS\]|"arguments"\s*:|^Action:', re.MULTILINE)
+_CALL = re.compile(r'(?m)<tool_call|<function|<\|tool|<\|python_tag|\[TOOL_CALLS\]|"arguments"\s*:|^Action:')
 # Minimum length of actions that are checked for repetition, and length of the n-grams that are counted, in tokens.
 _LONG_ACTION, _NGRAM = 24, 4
 # Findings that are symptoms if an update was too large or the prompts are unknown, because the texts are then random.
@@ -115,7 +115,8 @@ def _unscored(e: _Evidence) -> _Result:
     # Distillation needs no reward, so an update on chains without any reward or failure is intended.
     if count <= 0.05 * total or (count == total and not failed and (e.numbers or e.batch is not None)):
         return None
-    return f"{count} of {total} chains have no reward: {e.rollout.unscored_reason}.", count / total, 0.5 + count / total
+    share = count / total
+    return f"{count} of {total} chains have no reward: {e.rollout.unscored_reason}.", share, 0.5 + share
 
 
 def _wrong_mask(e: _Evidence) -> _Result:
@@ -132,9 +133,8 @@ def _wrong_mask(e: _Evidence) -> _Result:
         missing += int((wanted & ~mask[: len(row)]).sum())
         total += int(wanted.sum())
     share = (foreign + missing) / max(1, total)
-    text = (
-        f"The batch trains {foreign} tokens outside of the actions and leaves out {missing} of {total} of their tokens."
-    )
+    left_out = f"leaves out {missing} of {total} of their tokens"
+    text = f"The batch trains {foreign} tokens outside of the actions and {left_out}."
     return (text, share, 0.5 + share) if share > 0.01 else None
 
 
@@ -172,7 +172,8 @@ def _numeric_reference(e: _Evidence) -> _Result:
     right = [t for t, final, _ in e.answered if is_numeric_answer(final, t.task)]
     if len(right) < 2 or any(t.reward is None or t.reward > e.rewards.min() for t in right):
         return None
-    text = f"{len(right)} right answers earn no more than wrong ones; the reference is a number, the answer is a text."
+    text = f"{len(right)} right answers earn no more than wrong ones; "
+    text += "the reference is a number, the answer is a text."
     return text, len(right) / len(e.chains), 1.0
 
 
@@ -182,7 +183,8 @@ def _different_starts(e: _Evidence) -> _Result:
     differ = sum(task in results or len(e.starts[task]) > 1 for task in several)
     if differ <= 0.3 * len(several):
         return None
-    text = f"The chains of {differ} of {len(several)} tasks start with different texts, or get different first results."
+    chains = f"The chains of {differ} of {len(several)} tasks"
+    text = f"{chains} start with different texts, or get different first results."
     return text, differ / len(several), 0.5 + differ / len(several)
 
 
@@ -210,7 +212,8 @@ def _lenient_reward(e: _Evidence) -> _Result:
     high = [unrelated(*pair) for t, *pair in e.answered if t.reward is not None and t.reward > e.rewards.max() / 2]
     wrong, total = sum(high), len(high)
     # Equal rewards are another finding. If no answer resembles its reference, the field contains something else.
-    if not any(len({t.reward for t in group}) > 1 for group in e.groups) or wrong < 3 or not 0.1 < wrong / total < 0.95:
+    equal = all(len({t.reward for t in group}) <= 1 for group in e.groups)
+    if equal or wrong < 3 or not 0.1 < wrong / total < 0.95:
         return None
     text = f"{wrong} of {total} answers with a high reward share no word with the reference answer."
     return text, wrong / total, 0.5 + wrong / total
@@ -350,7 +353,8 @@ def _reversed_advantages(e: _Evidence) -> _Result:
         return None
     advantages = e.batch.advantages.nanmean(1).double().numpy()
     r = correlation(centered(e.batch.rewards.double().numpy(), e.batch.groups.tolist()), advantages)
-    return (f"The advantages fall with the reward (correlation {r:+.2f} within groups).", r, 1.0) if r < -0.3 else None
+    text = f"The advantages fall with the reward (correlation {r:+.2f} within groups)."
+    return (text, r, 1.0) if r < -0.3 else None
 
 
 def _sampler_gap(e: _Evidence) -> _Result:
@@ -370,9 +374,8 @@ def _policy_moved(e: _Evidence) -> _Result:
         return None
     when = f" at most, by {kl:.2g} in the last step" if worst > kl else ""
     lr = f" at lr {step['lr']:.2g}" if "lr" in step else ""
-    text = (
-        f"An update moved the policy by {worst:.2g} nats per token{lr}{when}; {clipped:.0%} of the ratios were clipped."
-    )
+    moved = f"{worst:.2g} nats per token{lr}{when}"
+    text = f"An update moved the policy by {moved}; {clipped:.0%} of the ratios were clipped."
     # Even healthy updates reach estimates of 0.7 nats, because a few tokens dominate the mean.
     return text, worst, max(worst / 2, clipped)
 

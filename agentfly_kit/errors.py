@@ -216,7 +216,9 @@ def suggest_keyword(wrong: str, names: Iterable[str], cutoff: float = 0.5) -> st
 def list_neighbours(path: Path) -> str:
     """Return a text such as "'runs' contains 'a', 'b'" for the closest existing parent of a missing path."""
     parent = next(parent for parent in path.parents if parent.is_dir())
-    names = sorted(each.name for each in parent.iterdir() if each.name[0] != ".") if os.access(parent, os.R_OK) else []
+    names = (
+        sorted(each.name for each in parent.iterdir() if each.name[0] != ".") if os.access(parent, os.R_OK) else []
+    )
     missing = path.relative_to(parent).parts[0]
     shown = sorted(names, key=lambda name: -difflib.SequenceMatcher(None, missing, name).ratio())[:8]
     more = f" and {len(names) - 8} more" if len(names) > 8 else ""
@@ -225,7 +227,9 @@ def list_neighbours(path: Path) -> str:
 
 def _translated_keyword(wrong: str, names: Sequence[str]) -> str:
     """Return a hint with the keyword of this package that is called `wrong` in another library, or ""."""
-    found = [(n, f) for f, table in _OTHER_NAMES.items() for n, other in table.items() if wrong in (n, *other.split())]
+    found = [
+        (n, f) for f, table in _OTHER_NAMES.items() for n, other in table.items() if wrong in (n, *other.split())
+    ]
     here = [f"; did you mean {name!r}?" for name, _ in found if name in names]
     misspelled = suggest_keyword(wrong, names, cutoff=0.85)
     if misspelled and not here:

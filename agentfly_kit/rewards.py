@@ -144,7 +144,9 @@ class Reward(Displayable, InjectedFunction[P, R]):
         """Split the return value of the reward function into (reward, metrics, extras)."""
         given = value if isinstance(value, Mapping) else {"reward": value}
         if "reward" not in given:
-            raise RewardError(f"{self.name} must return a dict with the key 'reward', got {', '.join(map(str, given))}")
+            raise RewardError(
+                f"{self.name} must return a dict with the key 'reward', got {', '.join(map(str, given))}"
+            )
         known = {str(key): part for key, part in given.items() if part is not None}
         metrics = {
             key: self._to_number(key, part) for key, part in known.items() if key == "reward" or _is_number(part)

@@ -134,5 +134,7 @@ class Distribution(Displayable):
     entropy: float
 
     def __repr__(self) -> str:
-        head = ", ".join(f"{t!r} {math.exp(lp):.3f}" for t, lp in list(zip(self.texts, self.logprobs, strict=True))[:5])
+        head = ", ".join(
+            f"{t!r} {math.exp(lp):.3f}" for t, lp in list(zip(self.texts, self.logprobs, strict=True))[:5]
+        )
         return f"Distribution({head}{', ...' * (len(self.ids) > 5)}; entropy {self.entropy:.3f} nats)"

@@ -35,7 +35,9 @@ class Tasks(Displayable, Sequence[Task]):
         TaskError: if two tasks have the same id, or if tasks in different splits have the same content.
     """
 
-    def __init__(self, tasks: Iterable[Task], splits: Iterable[str | None] | None = None, name: str = "tasks") -> None:
+    def __init__(
+        self, tasks: Iterable[Task], splits: Iterable[str | None] | None = None, name: str = "tasks"
+    ) -> None:
         self._tasks = tuple(tasks)
         self._splits = tuple(splits) if splits is not None else (None,) * len(self._tasks)
         self.name = name
@@ -294,7 +296,9 @@ class _Columns:
             )
         value = values.pop(column)
         if _is_empty(value):
-            raise TaskError(f"{location}: the question in column {column!r} must not be empty; remove or fill the row")
+            raise TaskError(
+                f"{location}: the question in column {column!r} must not be empty; remove or fill the row"
+            )
         if self.answer is not None:
             values["answer"] = values.pop(self.answer)
         return column, value

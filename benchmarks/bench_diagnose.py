@@ -351,7 +351,9 @@ async def healthy(kind: str, family: str, seed: int, steps: int = 2) -> list[Any
             spent += time.process_time() - at
             out += findings.serious
         total = time.process_time() - began - spent
-    print(f"  diagnose took {spent:.3f} of {total:.2f} CPU s ({spent / total:.1%}); last: {[f.name for f in findings]}")
+    print(
+        f"  diagnose took {spent:.3f} of {total:.2f} CPU s ({spent / total:.1%}); last: {[f.name for f in findings]}"
+    )
     return out
 
 

@@ -251,7 +251,11 @@ def iterations(clock: list[float], given: argparse.Namespace, engine: str) -> di
     """Return figures of the iterations after the first, which includes loading and compilation."""
     seconds = min(after - before for before, after in itertools.pairwise(clock[1:]))
     tokens = 8 * GROUPS * given.new
-    return {"engine": engine, "seconds per iteration": round(seconds, 3), "tokens per second": round(tokens / seconds)}
+    return {
+        "engine": engine,
+        "seconds per iteration": round(seconds, 3),
+        "tokens per second": round(tokens / seconds),
+    }
 
 
 def run_part(part: str, timeout: float) -> dict[str, Any]:

@@ -203,7 +203,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--family", choices=sorted(BARS), default="calculator")
-    parser.add_argument("--repeats", type=int, default=6, help="runs per trainer; the fastest of each iteration counts")
+    parser.add_argument(
+        "--repeats", type=int, default=6, help="runs per trainer; the fastest of each iteration counts"
+    )
     parser.add_argument("--out", type=Path, default=None)
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -100,7 +100,9 @@ def supervised(policy: Any, optimizer: Any, batch: Any, *, by_length: bool, size
         optimizer.zero_grad()
         tokens = int(batch.mask[rows].sum())
         parts = (
-            split_by_token_budget(batch.lengths[rows], policy.micro_tokens) if by_length else [torch.arange(len(rows))]
+            split_by_token_budget(batch.lengths[rows], policy.micro_tokens)
+            if by_length
+            else [torch.arange(len(rows))]
         )
         for part in parts:
             picked = rows[part]

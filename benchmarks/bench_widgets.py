@@ -95,7 +95,9 @@ def counters(nb: browser.Notebook) -> Any:
 
 
 def paint(nb: browser.Notebook, label: str) -> float:
-    nb.page.wait_for_function("(name) => performance.getEntriesByName(name).length", arg=f"afk {label}", timeout=60_000)
+    nb.page.wait_for_function(
+        "(name) => performance.getEntriesByName(name).length", arg=f"afk {label}", timeout=60_000
+    )
     return float(nb.page.evaluate("(name) => performance.getEntriesByName(name).at(-1).duration", f"afk {label}"))
 
 
@@ -255,7 +257,9 @@ def main() -> None:
         out["met"]["no rate limit"] = not figures["rate_limit_hit"]
     for name in ("token_view", "trajectory_view"):
         if name in out:
-            out["met"][f"{name}: numbers travel as bytes"] = out[name]["payload"]["numbers_in_longest_json_list"] < 100
+            out["met"][f"{name}: numbers travel as bytes"] = (
+                out[name]["payload"]["numbers_in_longest_json_list"] < 100
+            )
     print(json.dumps(out, indent=1))
 
 

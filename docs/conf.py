@@ -64,7 +64,9 @@ def _draw_figures(app: Any, name: str, source: list[str]) -> None:
 def _redirect(app: Any, exception: Exception | None) -> None:
     """Write an index.html at the top of the site, whose pages are in the folders of the repository."""
     if exception is None and app.builder.format == "html":
-        page = '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html"><title>agentfly_kit</title>'
+        page = (
+            '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html"><title>agentfly_kit</title>'
+        )
         (Path(app.outdir) / "index.html").write_text(page + "\n", encoding="utf-8")
 
 

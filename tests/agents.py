@@ -151,7 +151,13 @@ def chat() -> af.Chat:
 
 
 def random_policy(
-    seed: int = 0, *, value_head: bool = False, spread: float = 0.25, width: int = 32, heads: int = 2, length: int = 256
+    seed: int = 0,
+    *,
+    value_head: bool = False,
+    spread: float = 0.25,
+    width: int = 32,
+    heads: int = 2,
+    length: int = 256,
 ) -> af.Policy:
     """Return a Qwen3 with a few thousand random weights, whose distributions are far from uniform."""
     from transformers import Qwen3Config, Qwen3ForCausalLM

@@ -296,7 +296,12 @@ class Notebook:
         session = Session(key=kernel["key"].encode(), signature_scheme=kernel["signature_scheme"])
         with zmq.Context.instance().socket(zmq.DEALER) as shell:
             shell.connect(f"{kernel['transport']}://{kernel['ip']}:{kernel['shell_port']}")
-            request = {"code": code, "user_expressions": {"value": expression}, "store_history": False, "silent": False}
+            request = {
+                "code": code,
+                "user_expressions": {"value": expression},
+                "store_history": False,
+                "silent": False,
+            }
             session.send(shell, "execute_request", request | {"allow_stdin": False})
             assert shell.poll(1000 * waiting.GUARD), f"no reply: {expression}"
             reply = session.recv(shell, 0)[1]["content"]
@@ -328,7 +333,9 @@ class Notebook:
 
     def command(self, name: str, args: Any = None) -> None:
         """Start a JupyterLab command without waiting for it, because it may open a dialog."""
-        self.page.evaluate("([name, args]) => { window.jupyterapp.commands.execute(name, args); }", [name, args or {}])
+        self.page.evaluate(
+            "([name, args]) => { window.jupyterapp.commands.execute(name, args); }", [name, args or {}]
+        )
 
     def shut_down(self) -> None:
         """Shut down the kernel. The page stays open."""
@@ -336,5 +343,7 @@ class Notebook:
 
     def close(self) -> None:
         # A kernel cannot be shut down during a restart; in this case the server shuts it down later.
-        self.page.evaluate(f"async () => {{ {self._PANEL} await panel.sessionContext.shutdown().catch(() => {{}}); }}")
+        self.page.evaluate(
+            f"async () => {{ {self._PANEL} await panel.sessionContext.shutdown().catch(() => {{}}); }}"
+        )
         self.context.close()

@@ -97,7 +97,12 @@ def some(total: int, count: int | None) -> list[int]:
 
 def patient_sandboxes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let sandboxes start, reset and handle an interrupt as slowly as the machine requires."""
-    for name in ("sandbox._START_SECONDS", "sandbox.CONTROL_SECONDS", "call.CONTROL_SECONDS", "sandbox.GRACE_SECONDS"):
+    for name in (
+        "sandbox._START_SECONDS",
+        "sandbox.CONTROL_SECONDS",
+        "call.CONTROL_SECONDS",
+        "sandbox.GRACE_SECONDS",
+    ):
         monkeypatch.setattr(f"agentfly_kit.sandboxes.{name}", GUARD)
     monkeypatch.setattr("agentfly_kit.sandboxes.call.GRACE_SECONDS", GUARD)
 

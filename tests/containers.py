@@ -58,7 +58,9 @@ def build_image(tar: Path) -> None:
             folder = tarfile.TarInfo(name)
             folder.type, folder.mode = tarfile.DIRTYPE, 0o1777 if name.endswith("tmp") else 0o755
             image.addfile(folder)
-        links = {f"/{name}": os.readlink(f"/{name}") for name in ("bin", "lib", "lib64") if os.path.islink(f"/{name}")}
+        links = {
+            f"/{name}": os.readlink(f"/{name}") for name in ("bin", "lib", "lib64") if os.path.islink(f"/{name}")
+        }
         for link, target in {**links, "/usr/local/bin/python3": python}.items():
             entry = tarfile.TarInfo(link.lstrip("/"))
             entry.type, entry.linkname = tarfile.SYMTYPE, target

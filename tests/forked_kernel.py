@@ -36,7 +36,9 @@ def server(folder: Path) -> Iterator[dict[str, str]]:
     spec.parent.mkdir(parents=True)
     argv = [sys.executable, "-S", __file__, str(address), "{connection_file}"]
     spec.write_text(json.dumps({"argv": argv, "display_name": "Python 3", "language": "python"}))
-    process = subprocess.Popen([sys.executable, __file__, str(address)], stdout=subprocess.PIPE, start_new_session=True)
+    process = subprocess.Popen(
+        [sys.executable, __file__, str(address)], stdout=subprocess.PIPE, start_new_session=True
+    )
     try:
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
         yield {"JUPYTER_PATH": str(folder)}

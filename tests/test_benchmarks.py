@@ -23,7 +23,9 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_without_a_gpu_it_exits_with_one_sentence() -> None:
     done = run()
     assert done.returncode == 1 and not done.stdout
-    assert done.stderr.strip() == ("bench-gpu needs a CUDA device; `--device cpu --tiny` checks the script without one")
+    assert done.stderr.strip() == (
+        "bench-gpu needs a CUDA device; `--device cpu --tiny` checks the script without one"
+    )
 
 
 @pytest.mark.long

@@ -101,7 +101,13 @@ def test_a_healthy_rollout_has_no_findings_and_is_not_changed() -> None:
 
 def test_rollouts_of_text_engines_are_examined() -> None:
     def text_only(t: af.Trajectory) -> af.Trajectory:
-        changes: dict[str, Any] = {"ids": None, "sampled": False, "logprobs": None, "entropies": None, "versions": None}
+        changes: dict[str, Any] = {
+            "ids": None,
+            "sampled": False,
+            "logprobs": None,
+            "entropies": None,
+            "versions": None,
+        }
         return t.replace(turns=tuple(dataclasses.replace(turn, **changes) for turn in t.turns))
 
     assert names(af.diagnose(rollout(*map(text_only, healthy())))) == []
@@ -261,7 +267,9 @@ def test_components_that_are_constant_or_equal() -> None:
 
 def test_dropped_chains() -> None:
     found = af.diagnose(rollout(*(t.replace(dropped="too long" if i % 4 else None) for i, t in enumerate(healthy()))))
-    assert names(found) == ["dropped"] and "18 of 24 chains" in found[0].sentence and "'too long'" in found[0].sentence
+    assert (
+        names(found) == ["dropped"] and "18 of 24 chains" in found[0].sentence and "'too long'" in found[0].sentence
+    )
 
 
 def test_masks_of_selected_authors_are_not_wrong() -> None:
@@ -283,7 +291,9 @@ def test_numbers_of_the_update_and_of_earlier_records() -> None:
     assert names(af.diagnose(None, records=[quiet | {"approx_kl": 2.0}, quiet])) == ["policy_moved"]
     assert names(af.diagnose(None, records=[quiet | {"sampler_gap": 0.8}])) == ["sampler_gap"]
     # The learning rate is that of the largest update, which comes before its consequences.
-    loops = [trajectory(f"{g}{i}", 0.0, g, ids=(5, 6) * 20 + (i,), stop="turn_tokens") for g in "ab" for i in range(4)]
+    loops = [
+        trajectory(f"{g}{i}", 0.0, g, ids=(5, 6) * 20 + (i,), stop="turn_tokens") for g in "ab" for i in range(4)
+    ]
     found = af.diagnose(rollout(*loops), records=[quiet | {"approx_kl": 8.0, "lr": 0.1}, quiet])
     assert names(found)[0] == "policy_moved" and "8 nats per token at lr 0.1 at most" in found[0].sentence
     assert names(af.diagnose(rollout(*loops), records=[quiet]))[0] == "truncated"
@@ -304,7 +314,9 @@ def test_a_number_is_compared_with_a_text() -> None:
 
 async def test_words_that_a_tiny_policy_does_not_know() -> None:
     agent = af.envs.lookup.agent(af.tiny.policy("lookup"))
-    asked = af.tasks_from([{"question": f"Which mountain has {i} climbers?", "answer": "K2", "world": 0} for i in "ab"])
+    asked = af.tasks_from(
+        [{"question": f"Which mountain has {i} climbers?", "answer": "K2", "world": 0} for i in "ab"]
+    )
     found = af.diagnose(await agent.rollout(asked, 4))
     assert found[0].name == "unknown_words" and "words of the prompts, most often " in found[0].sentence
     known = await agent.rollout(af.load_tasks("lookup").train[:4], 4)

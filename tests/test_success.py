@@ -140,7 +140,9 @@ async def test_training_warns_once_that_no_chain_can_succeed() -> None:
     # Exact binomial intervals. With no or only successes, the closed form is 1 - (alpha / 2) ** (1 / n).
     [(8, 8, (0.025 ** (1 / 8), 1.0)), (0, 2, (0.0, 1 - 0.025**0.5)), (3, 20, (0.0321, 0.3789)), (1, 1, (0.025, 1.0))],
 )
-def test_an_interval_of_independent_tasks_is_exact(successes: int, samples: int, interval: tuple[float, float]) -> None:
+def test_an_interval_of_independent_tasks_is_exact(
+    successes: int, samples: int, interval: tuple[float, float]
+) -> None:
     outcomes = [[i < successes] for i in range(samples)]
     assert success_interval(outcomes) == pytest.approx(interval, abs=1e-4)
 

@@ -50,7 +50,9 @@ def test_columns_of_text_and_of_messages() -> None:
     (task,) = af.tasks_from([{"question": "q", "messages": [{"role": "user", "content": "m"}], "input": "i"}])
     assert (task.messages[0]["content"], task.fields) == ("m", {"question": "q", "input": "i"})
     assert af.tasks_from([{"question": "q", "messages": None}])[0].messages[0]["content"] == "q"
-    (task,) = af.tasks_from([{"question": "q", "n": np.int64(3), "xs": np.array([1.5]), "d": {"a": [np.bool_(True)]}}])
+    (task,) = af.tasks_from(
+        [{"question": "q", "n": np.int64(3), "xs": np.array([1.5]), "d": {"a": [np.bool_(True)]}}]
+    )
     assert task.fields == {"n": 3, "xs": [1.5], "d": {"a": [True]}} and type(task.fields["n"]) is int
 
 
@@ -209,7 +211,10 @@ def test_a_json_file_of_splits_and_a_folder_of_files(tmp_path: Path) -> None:
         ("question,answer\na,b\nd,e,f\n", "bad.csv is not a readable csv file (Expected 2 fields in line 3, saw 3"),
         ("question,question\na,b\n", "bad.csv: column names must be unique and not empty, got 'question, question'"),
         ('question\na\n"b\n', "bad.csv is not a readable csv file (unexpected end of data"),
-        ("question\né\n".encode("latin-1"), "bad.csv is not a readable csv file ('utf-8' codec can't decode byte 0xe9"),
+        (
+            "question\né\n".encode("latin-1"),
+            "bad.csv is not a readable csv file ('utf-8' codec can't decode byte 0xe9",
+        ),
         ("question\n".encode("utf-16"), "bad.csv is not a readable csv file ('utf-8' codec can't decode byte 0xff"),
     ],
 )
@@ -238,7 +243,10 @@ def test_paths_and_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ),
     )
     shutil.copytree(shipped / "chess", tmp_path / "sums")
-    assert [len(af.load_tasks(name)) for name in ("sums", "./sums")] == [40, 3]  # a bare name never refers to a folder
+    assert [len(af.load_tasks(name)) for name in ("sums", "./sums")] == [
+        40,
+        3,
+    ]  # a bare name never refers to a folder
     for path, words in (
         ("none.jsonl", "none.jsonl: no such file; pass a .jsonl, .* or .parquet file, or one of the task sets 'ch"),
         (write(tmp_path / "a.txt", []), "a.txt must be a .jsonl, .json, .csv or .parquet file"),
@@ -260,7 +268,11 @@ def test_columns_with_other_names(tmp_path: Path) -> None:
     assert af.load_tasks(write(tmp_path / "a.jsonl", rows), question="problem", answer="solution") == tasks
     twice = [{"question": "a", "gold": "b", "answer": "c"}]
     for source, options, words in (
-        (rows, {"question": "task"}, "question='task' must name a column, got columns: 'problem', 'solution', 'level'"),
+        (
+            rows,
+            {"question": "task"},
+            "question='task' must name a column, got columns: 'problem', 'solution', 'level'",
+        ),
         (
             rows,
             {"question": "problem", "answer": "gold"},

@@ -181,7 +181,9 @@ def test_a_failure_is_text() -> None:
 
 
 def test_stats_give_only_numbers() -> None:
-    stats = af.Stats(loss=1.0, policy_loss=1.0, approx_kl=0.1, clip_fraction=0.0, entropy=2.0, grad_norm=1.0, detail={})
+    stats = af.Stats(
+        loss=1.0, policy_loss=1.0, approx_kl=0.1, clip_fraction=0.0, entropy=2.0, grad_norm=1.0, detail={}
+    )
     numbers = stats.scalars()
     assert numbers["loss"] == 1.0
     assert not {"value_loss", "detail", "phases"} & set(numbers)

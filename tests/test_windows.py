@@ -46,7 +46,9 @@ asyncio.run(main())
 
 @pytest.mark.real  # imports everything in a new interpreter
 def test_all_but_sandboxes_works_without_fork() -> None:
-    done = subprocess.run([sys.executable, "-c", PREPARE + USE], capture_output=True, text=True, timeout=waiting.GUARD)
+    done = subprocess.run(
+        [sys.executable, "-c", PREPARE + USE], capture_output=True, text=True, timeout=waiting.GUARD
+    )
     assert done.returncode == 0, done.stderr
     *refusals, last = done.stdout.splitlines()
     assert len(refusals) == 2

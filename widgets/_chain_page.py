@@ -196,7 +196,9 @@ def page(state: dict[str, Any], samples: dict[str, Any], title: str) -> str:
         out.append(
             tag(
                 "div",
-                escape(f"{count(len(items), 'sample')} after {samples['after']}, {count(samples['tokens'], 'token')}:"),
+                escape(
+                    f"{count(len(items), 'sample')} after {samples['after']}, {count(samples['tokens'], 'token')}:"
+                ),
                 style="margin-top:8px",
             )
         )

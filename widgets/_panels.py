@@ -137,7 +137,11 @@ def make_panels(given: Any, sources: Sequence[Source]) -> list[Panel]:
         if len(names) > _MAX_LINES:
             raise ValueError(f"a panel must have at most {_MAX_LINES} lines, got {len(names)}: {list(names)!r}")
         for name in names:
-            if sendable(name) in recorded or name in FIELDS or (may_follow and name.startswith((METRIC, EVAL_METRIC))):
+            if (
+                sendable(name) in recorded
+                or name in FIELDS
+                or (may_follow and name.startswith((METRIC, EVAL_METRIC)))
+            ):
                 continue
             hint = suggest_keyword(name, [*recorded, *FIELDS])
             raise ValueError(f"panels: no field is called {name!r}{hint}; recorded: {', '.join(recorded)}")
@@ -153,7 +157,9 @@ def _panel_of(field: str) -> Panel:
     if field in _STANDARD:
         return replace(_STANDARD[field], extra=False)
     if field.startswith(METRIC):
-        return Panel((field,), line_label(field), "mean", points=f"eval_{field}", hint=f"Metric of the reward: {field}")
+        return Panel(
+            (field,), line_label(field), "mean", points=f"eval_{field}", hint=f"Metric of the reward: {field}"
+        )
     return Panel((field,), line_label(field))
 
 
@@ -184,7 +190,9 @@ def compute(panel: Panel, sources: Sequence[Source]) -> tuple[Panel, str]:
             if not isinstance(result, pd.DataFrame):
                 result = pd.DataFrame({panel.label: result}, index=frame.index)
             if len(result) != len(frame):
-                raise ValueError(f"a panel function must return {len(frame)} numbers, one per step, got {len(result)}")
+                raise ValueError(
+                    f"a panel function must return {len(frame)} numbers, one per step, got {len(result)}"
+                )
             for name in result.columns[:_MAX_LINES]:
                 key = f"{panel.label}()" if len(result.columns) == 1 else f"{panel.label}(): {name}"
                 source.columns[sendable(key)] = np.asarray(result[name], np.float32)

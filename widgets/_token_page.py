@@ -78,7 +78,9 @@ def page(rows: list[Row], about: dict[str, Any], signal: str, title: str) -> str
         )
         out.append(
             tag(
-                "div", escape(f"Left out of this static form: {gone}. Run the cell to see all."), style="margin-top:8px"
+                "div",
+                escape(f"Left out of this static form: {gone}. Run the cell to see all."),
+                style="margin-top:8px",
             )
         )
     return tag("div", *out, style="line-height:1.5")
@@ -194,7 +196,9 @@ def fraction(value: float, summary: Mapping[str, Any]) -> tuple[float, bool]:
         return float(full), bool(value > 0)
     if summary["scale"] == "around":
         reach = hi - summary["middle"]
-        return min(1.0, abs(value - summary["middle"]) / reach) if reach > 0 else 0.0, bool(value >= summary["middle"])
+        return min(1.0, abs(value - summary["middle"]) / reach) if reach > 0 else 0.0, bool(
+            value >= summary["middle"]
+        )
     share = min(1.0, max(0.0, (value - lo) / (hi - lo))) if hi > lo else 1.0
     return (1.0 - share, False) if summary["scale"] == "down" else (share, True)
 

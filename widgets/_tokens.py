@@ -53,7 +53,9 @@ class Signal:
 SIGNALS = {
     signal.name: signal
     for signal in (
-        Signal("logprob", "logprob", "down", "nats", telling="low", says="of the sampler, when the token was sampled"),
+        Signal(
+            "logprob", "logprob", "down", "nats", telling="low", says="of the sampler, when the token was sampled"
+        ),
         Signal("entropy", "entropy", unit="nats", says="of the distribution that the token was sampled from"),
         Signal("advantage", "advantage", "around", telling="far", says="given to the step for this token"),
         Signal("reward", "reward", "around", telling="far", says="credited to this token"),
@@ -63,7 +65,12 @@ SIGNALS = {
         Signal("clipped", "clipped", "flag", says="clipped: no gradient from this token"),
         Signal("kl_reference", "KL to reference", unit="nats", says="k3"),
         Signal(
-            "sampler_gap", "sampler gap", "around", unit="nats", telling="far", says="trainer logprob − sampler logprob"
+            "sampler_gap",
+            "sampler gap",
+            "around",
+            unit="nats",
+            telling="far",
+            says="trainer logprob − sampler logprob",
         ),
         Signal("logprob_before", "logprob before", "down", "nats", telling="low"),
         Signal("logprob_after", "logprob after", "down", "nats", telling="low"),

@@ -162,7 +162,10 @@ def _svg(panel: dict[str, Any], steps: npt.NDArray[np.int32], runs: Sequence[Sou
         body.append(line(left, y(value), width - right, y(value), "#d8dee4"))
         body.append(text(left - 4, y(value) + 4, "end", tick))
     if x1 > x0:
-        body += [text(left, height - 6, "start", str(steps[0])), text(width - right, height - 6, "end", str(steps[-1]))]
+        body += [
+            text(left, height - 6, "start", str(steps[0])),
+            text(width - right, height - 6, "end", str(steps[-1])),
+        ]
     else:
         body.append(text(x(x0), height - 6, "middle", str(steps[0])))
     # Draw at most about 300 points in total, because more would not be visible at this image width.

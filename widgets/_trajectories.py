@@ -168,7 +168,8 @@ def payload(kept: list[Entry], dropped: dict[str, str]) -> tuple[dict[str, Any],
     numbers = {id: i for i, id in enumerate(tasks)}
     calls = [[call for turn in k.turns if turn[0] == "observation" for call in turn[8]] for k in kept]
     tokens = [
-        sum(turn[3] or 0 for turn in k.turns) if all(turn[3] is not None for turn in k.turns) else np.nan for k in kept
+        sum(turn[3] or 0 for turn in k.turns) if all(turn[3] is not None for turn in k.turns) else np.nan
+        for k in kept
     ]
     columns: dict[str, npt.ArrayLike] = {
         "reward": [np.nan if k.reward is None else k.reward for k in kept],

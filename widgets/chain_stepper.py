@@ -216,7 +216,9 @@ class ChainStepper(Opener):
     def _ask_distribution(self) -> None:
         """Request the next-token distribution from the engine, without making the chain busy."""
         chain = self.chain
-        wanted = (chain.turn, self.top) if self.top and allowed_operations(chain)["sample"] and not chain.busy else None
+        wanted = (
+            (chain.turn, self.top) if self.top and allowed_operations(chain)["sample"] and not chain.busy else None
+        )
         if wanted is None:
             if self._distribution and not (chain.busy or self._doing):
                 self._distribution, self._asked_for = {}, None
@@ -256,7 +258,9 @@ class ChainStepper(Opener):
 
     def _do_sample(self, value: Any) -> None:
         greedy = bool(value)
-        self._start("sampling", lambda chain: chain.sample(greedy, attempt=0 if greedy else self._next_attempt(chain)))
+        self._start(
+            "sampling", lambda chain: chain.sample(greedy, attempt=0 if greedy else self._next_attempt(chain))
+        )
 
     def _do_again(self, _: Any) -> None:
         """Replace the last action with another sample. If the action was just undone, only sample a new one."""

@@ -284,9 +284,8 @@ class RewardForm(ChainsView):
         if about.get("scored"):
             flips = {k: n for k, _, n in about["tally"]}
             changed = f"{flips['gained']} gained, {flips['lost']} lost"
-        return (
-            f"RewardForm({about.get('name', '')}, {count(about.get('n', 0), 'trajectory', 'trajectories')}, {changed})"
-        )
+        scored = count(about.get("n", 0), "trajectory", "trajectories")
+        return f"RewardForm({about.get('name', '')}, {scored}, {changed})"
 
     def _static(self) -> str:
         return _page(self._about, repr(self), self.busy)
@@ -393,7 +392,9 @@ def _page(about: dict[str, Any], title: str, busy: bool) -> str:
         out.append(tag("div", f"recorded: mean reward {old['mean']}, success {old['success']}. {state}"))
     else:
         if busy:
-            out.append(tag("div", "The reward was being scored again when this was saved; these are the last scores."))
+            out.append(
+                tag("div", "The reward was being scored again when this was saved; these are the last scores.")
+            )
         out.append(
             tag("div", f"mean reward {old['mean']} → {new['mean']}, success {old['success']} → {new['success']}, "
                 f"unscored {old['unscored']} → {new['unscored']}")

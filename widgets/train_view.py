@@ -275,7 +275,9 @@ class TrainView(ChainsView, LiveView):
         import pandas as pd
 
         frames = [each.to_frame() for each in self._sources]
-        return frames[0] if len(frames) == 1 else pd.concat(frames, keys=[s.name for s in self._sources], names=["run"])
+        return (
+            frames[0] if len(frames) == 1 else pd.concat(frames, keys=[s.name for s in self._sources], names=["run"])
+        )
 
     def __repr__(self) -> str:
         if len(self._sources) > 1:

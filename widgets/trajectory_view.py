@@ -272,7 +272,9 @@ def _page(kept: list[Entry], dropped: dict[str, str], notes: dict[str, str], sho
         lines = [tag("div", escape(escape_control_chars(k.says, 600)))]
         for n, turn in enumerate(k.turns):
             text = tag(
-                "span", escape(escape_control_chars(turn[2], 1200)), style="white-space:pre-wrap;font-family:monospace"
+                "span",
+                escape(escape_control_chars(turn[2], 1200)),
+                style="white-space:pre-wrap;font-family:monospace",
             )
             head = tag("b", escape(f"{n} {turn[0]}")) + escape(f" {turn[1][:60]} ")
             lines.append(tag("div", head, text, style="margin:3px 0;overflow-wrap:anywhere"))

@@ -25,7 +25,9 @@ from agentfly_kit.advantages.outcomes import grpo
 from agentfly_kit.errors import SettingsError, check_choice, check_shape
 
 
-def _gae_recursion(reward: Tensor, value: Tensor, steps: Tensor, discount: Tensor, lam: float, last: Tensor) -> Tensor:
+def _gae_recursion(
+    reward: Tensor, value: Tensor, steps: Tensor, discount: Tensor, lam: float, last: Tensor
+) -> Tensor:
     """Compute GAE at the tokens in the mask `steps`. `last` is the value after the last step."""
     adv = torch.zeros_like(reward)
     next_value, carry = last, torch.zeros_like(last)

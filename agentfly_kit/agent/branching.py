@@ -55,7 +55,9 @@ class Branch(Displayable):
     def __post_init__(self) -> None:
         check_settings(self, dict.fromkeys(("initial", "width", "tokens"), "of at least 1"))
         if not callable(self.measure) and self.measure not in ("entropy", "surprisal"):
-            raise SettingsError(f"measure must be 'entropy', 'surprisal' or a function of a turn, got {self.measure!r}")
+            raise SettingsError(
+                f"measure must be 'entropy', 'surprisal' or a function of a turn, got {self.measure!r}"
+            )
 
     def num_initial(self, group_size: int) -> int:
         """Return the number of initial chains in a group of the given size."""

@@ -61,7 +61,9 @@ class BaseChain(ChainState):
             try:
                 if not self.never_started:
                     await call_hook(self.agent.after_chain, self, trajectory)
-            except Exception as error:  # the trajectory is already finished, so an error of this hook is only reported
+            except (
+                Exception
+            ) as error:  # the trajectory is already finished, so an error of this hook is only reported
                 warn_or_log(f"after_chain raised {type(error).__name__}: {error}")
             return trajectory
         finally:

@@ -264,7 +264,9 @@ class Chain(LoopChain):
     def _twin(self, number: int, same_seeds: bool = False) -> Chain:
         """Return a fork of this chain with the given number, without forking the sandboxes."""
         self.num_forks = max(self.num_forks, number)
-        twin = Chain(self.agent, self.task, dataclasses.replace(self.key, fork=f"{self.key.fork}.{number}"), self.hooks)
+        twin = Chain(
+            self.agent, self.task, dataclasses.replace(self.key, fork=f"{self.key.fork}.{number}"), self.hooks
+        )
         twin.author = self.author
         twin.turn, twin.stop, twin.error = self.turn, self.stop, self.error
         twin.origin, twin.origin_key = self.origin, self.origin_key

@@ -188,7 +188,11 @@ class Rollout(Displayable):
         if records is None:
             raise SettingsError(f"kind must be 'trajectories', 'turns' or 'tokens', got {kind!r}")
         return pd.DataFrame(
-            [{"trajectory": t.id, "task": t.task.id, "chain": t.chain} | record for t in self for record in records(t)]
+            [
+                {"trajectory": t.id, "task": t.task.id, "chain": t.chain} | record
+                for t in self
+                for record in records(t)
+            ]
         )
 
     @pending_call

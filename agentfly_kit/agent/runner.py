@@ -49,7 +49,11 @@ class RolloutHandle(Handle[Rollout], Displayable):
     """
 
     def __init__(
-        self, agent: AgentSettings, request: RolloutRequest, workers: GroupWorkers | None = None, progress: bool = False
+        self,
+        agent: AgentSettings,
+        request: RolloutRequest,
+        workers: GroupWorkers | None = None,
+        progress: bool = False,
     ) -> None:
         request.check(agent, workers)
         self.agent = agent
@@ -102,7 +106,9 @@ class RolloutHandle(Handle[Rollout], Displayable):
 
     def snapshot(self) -> RolloutSnapshot:
         """Return the current state of every chain. Cheap enough to be called several times per second."""
-        waiting = {owner for pool in self.agent.pools if hasattr(pool, "snapshot") for owner in pool.snapshot().waiters}
+        waiting = {
+            owner for pool in self.agent.pools if hasattr(pool, "snapshot") for owner in pool.snapshot().waiters
+        }
         chains = [self._progress.chain_state(key, self._done, self._not_run, waiting) for _, key in self._planned]
         return RolloutSnapshot(self._state(), self._progress.seconds, tuple(chains))
 

@@ -205,7 +205,9 @@ class AgentSettings(Displayable):
         Raise SettingsError if a reward requires token ids, which the engine does not return.
         """
         if not self.exact and (counting := [r.name for r in self.reward if r.needs_tokens]):
-            raise SettingsError(f"the reward {counting[0]!r} requires an engine with exact tokens, got {self.engine!r}")
+            raise SettingsError(
+                f"the reward {counting[0]!r} requires an engine with exact tokens, got {self.engine!r}"
+            )
         self.tools.check(tasks)
         self.reward.check(tasks)
         if self.harness is not None:

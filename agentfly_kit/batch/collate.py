@@ -294,7 +294,9 @@ def _unusable_reason(
                 "PPOConfig(correction=)"
             )
         if any(turn.kept_mass is None for turn in sampled):
-            raise BatchError(f"{cut}, but its engine did not record the kept mass; sample from the whole distribution")
+            raise BatchError(
+                f"{cut}, but its engine did not record the kept mass; sample from the whole distribution"
+            )
     return "truncated" if truncated == "mask" and t.truncated else None
 
 
@@ -320,7 +322,9 @@ def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[np
     return out
 
 
-def _advantages_per_token(batch: Batch, values: Tensor, units: list[int], num_units: int, per: AdvantagePer) -> Tensor:
+def _advantages_per_token(
+    batch: Batch, values: Tensor, units: list[int], num_units: int, per: AdvantagePer
+) -> Tensor:
     """Expand advantages per trajectory, row or turn to tokens, (B, T). `units` maps rows to indices of `values`."""
     if values.shape == batch.ids.shape:
         return values

@@ -150,7 +150,9 @@ class Chat(Displayable):
         return self._decode(tuple(ids))
 
     def _decode_ids(self, ids: tuple[int, ...]) -> str:
-        if (backend := getattr(self.tokenizer, "backend_tokenizer", None)) is not None:  # same result in half the time
+        if (
+            backend := getattr(self.tokenizer, "backend_tokenizer", None)
+        ) is not None:  # same result in half the time
             return str(backend.decode(list(ids), skip_special_tokens=False))
         return str(self.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 

@@ -66,7 +66,9 @@ def check(tokenizer: Any, **settings: Any) -> ChatReport:
     chat = tokenizer if isinstance(tokenizer, Chat) else Chat(tokenizer, **settings)
     template = chat.template
     tool, user = chat.append_violation("tool"), chat.append_violation("user")
-    adapted = chat._adapt_messages([{"role": "tool", "name": "probe", "tool_call_id": "call-0", "content": "qztoolzq"}])
+    adapted = chat._adapt_messages(
+        [{"role": "tool", "name": "probe", "tool_call_id": "call-0", "content": "qztoolzq"}]
+    )
     try:
         boundary = template.text_after_action(adapted).partition("qztoolzq")[0]
     except ChatTemplateError:

@@ -461,7 +461,9 @@ def _rewrite_reason(before: str, whole: str, thought: str | None, step: int) -> 
     at = common_prefix_length(before, whole)
     was, now = before[max(0, at - 20) : at + 30], whole[max(0, at - 20) : at + 30]
     gone = bool(thought) and any(f"{thought}{i}" in before and f"{thought}{i}" not in whole for i in range(step + 1))
-    why = "it drops an assistant's earlier thinking" if gone else "it renders history differently when messages follow"
+    why = (
+        "it drops an assistant's earlier thinking" if gone else "it renders history differently when messages follow"
+    )
     return f"{why}: {was!r} became {now!r}"
 
 

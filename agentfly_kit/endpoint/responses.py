@@ -120,7 +120,13 @@ def _items(reply: Reply, answer_id: str) -> list[dict[str, Any]]:
     if reply.text or not reply.calls:
         part = {"type": "output_text", "text": reply.text, "annotations": [], "logprobs": []}
         items.append(
-            {"id": f"msg_{answer_id}", "type": "message", "role": "assistant", "status": "completed", "content": [part]}
+            {
+                "id": f"msg_{answer_id}",
+                "type": "message",
+                "role": "assistant",
+                "status": "completed",
+                "content": [part],
+            }
         )
     items += [
         {

@@ -74,7 +74,9 @@ class Engine(Displayable, ABC):
 
     async def score(self, ids: Sequence[int]) -> tuple[float, ...]:
         """Return the logprob of each id after the first, given the ids before it, at temperature 1 in nats."""
-        raise EngineError(f"{type(self).__name__} cannot score given ids; use policy.score, VLLMEngine or OpenAIEngine")
+        raise EngineError(
+            f"{type(self).__name__} cannot score given ids; use policy.score, VLLMEngine or OpenAIEngine"
+        )
 
     async def check_teacher(self, chat: Chat, length: int) -> None:
         """Raise SettingsError unless this engine can score `length` ids from the tokenizer of `chat`."""

@@ -93,7 +93,9 @@ class OpenAIEngine(Engine):
         if address.scheme not in ("http", "https") or not address.netloc:
             raise EngineError(f"base_url must be an address such as 'http://127.0.0.1:8000/v1', got {base_url!r}")
         check_choice("tokens", tokens, Literal["exact", "none"])
-        if weights not in ("auto", "shm", "http") and not (weights.startswith("http://") and urlsplit(weights).netloc):
+        if weights not in ("auto", "shm", "http") and not (
+            weights.startswith("http://") and urlsplit(weights).netloc
+        ):
             raise EngineError(
                 f"weights must be 'auto', 'shm', 'http' or an address such as 'http://10.0.0.5:7000', got {weights!r}"
             )

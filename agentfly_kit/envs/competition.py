@@ -408,7 +408,12 @@ def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -
     """At random, run a constant baseline, write a submission without rows, ask for information, or answer."""
     if rng.random() < 0.3:
         return rng.choice(["done", "I don't know"])
-    codes = ("baselines.zero()", "baselines.mean()", "baselines.median()", "open('submission.csv', 'w').write('id,y')")
+    codes = (
+        "baselines.zero()",
+        "baselines.mean()",
+        "baselines.median()",
+        "open('submission.csv', 'w').write('id,y')",
+    )
     if rng.random() < 0.2:
         return "request_info", {"info": rng.choice(("overview", "metric", "prizes"))}
     return rng.choice(("validate", "execute")), {"code": f"import baselines\n{rng.choice(codes)}"}

@@ -136,7 +136,9 @@ class Family(Displayable):
         """
         self.require_installed()
         if split is not None and split not in self.splits:
-            raise SettingsError(f"split must be {' or '.join(map(repr, self.splits))}, or None for both, got {split!r}")
+            raise SettingsError(
+                f"split must be {' or '.join(map(repr, self.splits))}, or None for both, got {split!r}"
+            )
         check_count("n", n, optional=True)
         check_count("seed", seed, 0)
         rows: list[dict[str, Any]] = []

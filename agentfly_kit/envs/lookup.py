@@ -78,7 +78,9 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
         facts = store(world)
         asked = question(facts, random.Random(f"lookup question {world}"))
         answer = asked.steps(facts)[-1][2]
-        found.append({"id": row_id("lookup", split, seed, i), "question": asked.text, "answer": answer, "world": world})
+        found.append(
+            {"id": row_id("lookup", split, seed, i), "question": asked.text, "answer": answer, "world": world}
+        )
     return found
 
 

@@ -151,7 +151,9 @@ class Simulator:
                 f"memory_mb={memory_mb} is available; to install Java: {INSTALL_JAVA}"
             ) from error
         except Exception as error:
-            raise SandboxError(f"ScienceWorld's Java process did not start: {type(error).__name__}: {error}") from error
+            raise SandboxError(
+                f"ScienceWorld's Java process did not start: {type(error).__name__}: {error}"
+            ) from error
 
     def load(self, kind: str, variation: int, simplification: str, gold: bool) -> None:
         self.server.load(kind, variation, simplification, gold)
@@ -194,7 +196,9 @@ class ScienceWorld:
         gold: if true, the simulator computes a solution of each task first, which takes up to half a minute.
     """
 
-    def __init__(self, memory_mb: int = 512, steps: int = STEPS, simplification: str = "", gold: bool = False) -> None:
+    def __init__(
+        self, memory_mb: int = 512, steps: int = STEPS, simplification: str = "", gold: bool = False
+    ) -> None:
         check_count("steps", steps)
         names = [] if simplification in ("", "easy") else simplification.split(",")
         if not set(names) <= set(SIMPLIFICATIONS):  # the simulator would report this only in an observation
@@ -332,7 +336,9 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
     done = len(tool_outputs(messages))
     golds = [gold for (kind, variation, _), gold in _GOLD.items() if (kind, variation) == _key(task)]
     if not golds:
-        raise SettingsError(f"no solution of {_key(task)} was computed: create the agent with options={{'gold': True}}")
+        raise SettingsError(
+            f"no solution of {_key(task)} was computed: create the agent with options={{'gold': True}}"
+        )
     return ("act", {"command": golds[-1][done]}) if done < len(golds[-1]) else "Done."
 
 

@@ -157,7 +157,9 @@ class SQL(SandboxEnvironment):
             if not _file(task).is_file():
                 raise TaskError(f"the database {str(_file(task))!r} does not exist")
             if self._sandbox.engine != "sqlite":
-                raise TaskError("field 'database' is a sqlite file, which needs engine='sqlite'; DuckDB needs 'script'")
+                raise TaskError(
+                    "field 'database' is a sqlite file, which needs engine='sqlite'; DuckDB needs 'script'"
+                )
 
     async def reset(self, task: Task, seed: int) -> None:
         """Create the task's database and run its reference query. Raise SettingsError or SandboxError if that fails."""
@@ -169,7 +171,9 @@ class SQL(SandboxEnvironment):
         result = await self._sandbox.run(gold, timeout=max(30.0, self._seconds))
         if not result.ok or result.truncated:
             why = result.error or f"more than {self._sandbox.max_rows} rows; raise options={{'most': ...}}"
-            raise SandboxError(f"the query of task {task.id!r} fails in {self._sandbox.engine}: {why}; query: {gold!r}")
+            raise SandboxError(
+                f"the query of task {task.id!r} fails in {self._sandbox.engine}: {why}; query: {gold!r}"
+            )
         self.gold = list(result.rows)
         if not _only_reads(gold):
             await self._fill(task)
@@ -286,7 +290,9 @@ class World:
     def script(self) -> str:
         s = self.schema
         columns = ", ".join([f"{s.key} TEXT", f"{s.text} TEXT", *(f"{name} INTEGER" for name in s.numbers)])
-        values = ", ".join(f"('{key}', '{text}', {', '.join(map(str, numbers))})" for key, text, *numbers in self.rows)
+        values = ", ".join(
+            f"('{key}', '{text}', {', '.join(map(str, numbers))})" for key, text, *numbers in self.rows
+        )
         others = ", ".join(f"('{text}', '{what}')" for text, what in self.others)
         return (
             f"CREATE TABLE {s.table} ({columns});\nINSERT INTO {s.table} VALUES {values};\n"

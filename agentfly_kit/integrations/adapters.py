@@ -160,7 +160,9 @@ def environment(environment_class: type) -> type:
         for p in parameters:
             if p.default is p.empty and p.kind is not p.VAR_POSITIONAL and p.name not in given:
                 have = ", ".join(task.fields) or "none"
-                raise TaskError(f"{name}.reset requires the field {p.name!r}, which {task.id!r} lacks (it has: {have})")
+                raise TaskError(
+                    f"{name}.reset requires the field {p.name!r}, which {task.id!r} lacks (it has: {have})"
+                )
         return {p.name: given[p.name] for p in parameters if p.name in given}
 
     def reset(self: Any, task: Task) -> Any:

@@ -48,7 +48,9 @@ def captured(
                 f"got {', '.join(sorted(call))}"
             )
         prompt = tuple(map(int, call["prompt_ids"]))
-        action = _action(call["ids"], call["logprobs"], int(call.get("version", 0)), str(call.get("author", "policy")))
+        action = _action(
+            call["ids"], call["logprobs"], int(call.get("version", 0)), str(call.get("author", "policy"))
+        )
         for row in reversed(rows):
             known = tuple(token for turn in row for token in turn.ids or ())
             if prompt[: len(known)] == known:

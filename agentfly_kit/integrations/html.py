@@ -357,7 +357,9 @@ def tool_set(tools: ToolSet) -> str:
 
 
 def reward(reward: Reward[..., Any]) -> str:
-    sources = {name: injected.source.replace("field", "field of the task") for name, injected in reward._hidden.items()}
+    sources = {
+        name: injected.source.replace("field", "field of the task") for name, injected in reward._hidden.items()
+    }
     doc = _paragraph(inspect.getdoc(reward.function) or "")
     return heading(reward) + doc + table(("parameter", "source"), sources.items())
 
@@ -398,9 +400,13 @@ _SHAPE = {
 def policy(policy: Policy) -> str:
     model = policy.model.get_base_model() if policy.has_adapter else policy.model
     config = model.config.get_text_config()
-    shape = {name: getattr(config, key) for name, key in _SHAPE.items() if isinstance(getattr(config, key, None), int)}
+    shape = {
+        name: getattr(config, key) for name, key in _SHAPE.items() if isinstance(getattr(config, key, None), int)
+    }
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
-    value = {"ValueHead": "a linear head", "Critic": "a separate critic"}.get(type(policy.value_head).__name__, "none")
+    value = {"ValueHead": "a linear head", "Critic": "a separate critic"}.get(
+        type(policy.value_head).__name__, "none"
+    )
     numbers = {"parameters": policy.size, "trainable": trainable, **shape, "value": value, "version": policy.version}
     return definition_table(policy, {**numbers, "device": str(policy.device), "chat": repr(policy.chat)})
 

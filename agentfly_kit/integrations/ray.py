@@ -62,7 +62,9 @@ def workers(agent: Agent, n: int, *, timeout: float = 300.0, **options: Any) -> 
 
     check_count("n", n)
     if not ray.is_initialized():
-        raise SettingsError('Ray is not connected: call ray.init("auto") on a cluster, or ray.init() for this machine')
+        raise SettingsError(
+            'Ray is not connected: call ray.init("auto") on a cluster, or ray.init() for this machine'
+        )
     copy = agent.replace(watch=None)
     try:
         sent = ray.put(copy)
@@ -365,7 +367,9 @@ def _shapes(engine: LocalEngine) -> dict[str, tuple[int, ...]]:
 
 def _resources(amounts: dict[str, Any]) -> str:
     names = {"num_cpus": "CPU", "num_gpus": "GPU"}
-    shown = {names.get(name, name): value for name, value in amounts.items() if names.get(name, name) in ("CPU", "GPU")}
+    shown = {
+        names.get(name, name): value for name, value in amounts.items() if names.get(name, name) in ("CPU", "GPU")
+    }
     return " and ".join(f"{value:g} {name}" for name, value in shown.items() if value) or "no CPU"
 
 

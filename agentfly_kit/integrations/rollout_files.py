@@ -180,7 +180,9 @@ def _trace(trace: Any, episode: Mapping[str, Any]) -> _Record:
             rows[-1].append(_Node(nodes[i]["message"], action, ids, sum(mask), logprobs))
     rewards = {name: given for name, given in trace.get("rewards", {}).items() if given is not None}
     errors = trace.get("errors") or episode.get("errors") or [None]
-    fields = {name: value for name, value in task["data"].items() if value and name not in ("prompt", "system_prompt")}
+    fields = {
+        name: value for name, value in task["data"].items() if value and name not in ("prompt", "system_prompt")
+    }
     columns = dict(trace.get("metrics") or {}) | {name: given["score"] for name, given in rewards.items()}
     columns |= {"stop_condition": trace.get("stop_condition"), "error": errors[-1], "tools": trace.get("tools")}
     name = task.get("key") or task["data"].get("id") or task["data"].get("idx")

@@ -108,7 +108,9 @@ class Trackio(Tracker):
         import trackio
 
         name = self.name or f"{run.path.name}-{run.id[:6]}"
-        self._run = trackio.init(self.project, name=name, config=run.flat_settings(), resume="allow", **self._settings)
+        self._run = trackio.init(
+            self.project, name=name, config=run.flat_settings(), resume="allow", **self._settings
+        )
         # trackio has no public attribute for the last step of a resumed run.
         return int(self._run._next_step) - 1
 

@@ -123,7 +123,9 @@ def ppo_config(args: Any) -> PPOConfig:
     if kind == "sapo":
         taus = {"tau": args.sapo_temperature_pos, "tau_negative": args.sapo_temperature_neg}
         return config.replace(loss=functools.partial(losses.sapo, **taus))
-    return config.replace(loss="gspo" if level == "sequence" else "ppo", clip=low, clip_high=high, dual_clip=args.delta)
+    return config.replace(
+        loss="gspo" if level == "sequence" else "ppo", clip=low, clip_high=high, dual_clip=args.delta
+    )
 
 
 def advantage(args: Any) -> Callable[..., torch.Tensor]:
@@ -234,7 +236,9 @@ def _without_none(value: Any) -> Any:
 def _find_task(known: dict[str, Task], prompt: Any) -> Task:
     task = known.get(_prompt_key(prompt)) if isinstance(prompt, list) else None
     if task is None:
-        raise SettingsError(f"no task has this prompt: {prompt!r:.200}; create the dataset with af.trl.dataset(tasks)")
+        raise SettingsError(
+            f"no task has this prompt: {prompt!r:.200}; create the dataset with af.trl.dataset(tasks)"
+        )
     return task
 
 

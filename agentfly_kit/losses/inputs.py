@@ -30,7 +30,9 @@ def masked(x: Tensor, mask: Tensor, name: str) -> Tensor:
     return torch.where(mask, x, 0.0)
 
 
-def prepare(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def prepare(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return clamped log ratios (logprobs - old_logprobs) and advantages, 0 where the mask is 0, and the bool mask."""
     m = as_bool_mask(mask, logprobs)
     d = masked(logprobs, m, "logprobs") - masked(old_logprobs, m, "old_logprobs")

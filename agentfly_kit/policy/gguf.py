@@ -31,7 +31,9 @@ def gguf_file(path: Path) -> Path | None:
     """
     if path.suffix == ".gguf" and path.is_file():
         return path
-    if not path.is_dir() or any((path / name).exists() for name in ("config.json", "adapter_config.json", "run.json")):
+    if not path.is_dir() or any(
+        (path / name).exists() for name in ("config.json", "adapter_config.json", "run.json")
+    ):
         return None
     found = sorted(path.glob("*.gguf"))
     if len(found) > 1:
@@ -125,7 +127,9 @@ class _Header:
             if name.endswith("_token_id") and value >= metadata.get("tokenizer.ggml.tokens", 0):
                 raise ValueError(f"{name} must be a token of its vocabulary, got {value}")
             if name.endswith(".rope.scaling.type") and value != "none":  # transformers does not read these settings
-                raise ValueError(f"{name} must be 'none', got {value!r}; load the model from its folder or by hub name")
+                raise ValueError(
+                    f"{name} must be 'none', got {value!r}; load the model from its folder or by hub name"
+                )
         ends = [self._tensor_end() for _ in range(tensors)]
         align = metadata.get("general.alignment", 32)
         if not isinstance(align, int) or align < 1:

@@ -412,7 +412,9 @@ def _with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:
     options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "lora_dropout": 0.0} | options
     if options["lora_dropout"]:
         raise SettingsError("lora_dropout must be 0; dropout makes the trained and the sampled distribution differ")
-    with torch.random.fork_rng(devices=[]):  # initialize the adapter reproducibly without changing the global generator
+    with torch.random.fork_rng(
+        devices=[]
+    ):  # initialize the adapter reproducibly without changing the global generator
         torch.manual_seed(0)
         return get_peft_model(model, LoraConfig(**options))
 

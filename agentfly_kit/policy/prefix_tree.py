@@ -101,7 +101,9 @@ class PackedTrees:
         In depth-first order, the ancestors of a token are the earlier tokens whose subtrees end after it.
         """
         at = torch.arange(self.ids.shape[1], device=self.ids.device)
-        return ((at[None, None, :] <= at[None, :, None]) & (at[None, :, None] < self.subtree_ends[:, None, :]))[:, None]
+        return ((at[None, None, :] <= at[None, :, None]) & (at[None, :, None] < self.subtree_ends[:, None, :]))[
+            :, None
+        ]
 
 
 def split_by_token_budget(lengths: Tensor, micro_tokens: int, launch_overhead: int = 0) -> list[Tensor]:

@@ -55,7 +55,9 @@ def environment_seed(task: Task) -> int:
     All chains of a task get the same seed, because chains that are compared must start in the same state.
     """
     given = task.fields.get("seed")
-    return given if isinstance(given, int) and not isinstance(given, bool) else seeds.derive(0, "environment", task.id)
+    return (
+        given if isinstance(given, int) and not isinstance(given, bool) else seeds.derive(0, "environment", task.id)
+    )
 
 
 def reset_arguments(sandbox_type: type, task: Task, fields: Mapping[str, Any] | None = None) -> dict[str, Any]:

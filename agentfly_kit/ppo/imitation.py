@@ -64,7 +64,9 @@ def imitation_step(
         TrainingError: If a gradient is not finite.
     """
     if not batch.imitation:
-        raise BatchError("batch must be created by collate(rollout, imitate=True), got one for reinforcement learning")
+        raise BatchError(
+            "batch must be created by collate(rollout, imitate=True), got one for reinforcement learning"
+        )
     for name in PPOConfig.__dataclass_fields__:
         value, default = getattr(config, name), getattr(type(config), name)
         if name not in _SETTINGS and value != default:

@@ -99,7 +99,17 @@ class Stats(Displayable):
 class RunningStats:
     """Sums of statistics over micro-batches; for "ratio", the maximum. Values stay on the device until read."""
 
-    NAMES = ("loss", "policy_loss", "value_loss", "kl_reference", "entropy", "tokens", "approx_kl", "clipped", "ratio")
+    NAMES = (
+        "loss",
+        "policy_loss",
+        "value_loss",
+        "kl_reference",
+        "entropy",
+        "tokens",
+        "approx_kl",
+        "clipped",
+        "ratio",
+    )
 
     def __init__(self) -> None:
         self.values = torch.zeros(len(self.NAMES), dtype=torch.float64)

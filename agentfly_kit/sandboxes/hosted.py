@@ -40,7 +40,9 @@ def _program_cell(names: tuple[str, ...], folder: str) -> str:
         body += f"    exec(compile({part!r}, {name!r}, 'exec', dont_inherit=True), _space)\n"
     body += f"    _space['WORK_FOLDER'] = {folder!r}\n"
     # `_agentfly` is bound last, because a cancelled call may interrupt this code.
-    return f"if '_agentfly' not in globals():\n    _space = {{'__name__': '_agentfly'}}\n{body}    _agentfly = _space\n"
+    return (
+        f"if '_agentfly' not in globals():\n    _space = {{'__name__': '_agentfly'}}\n{body}    _agentfly = _space\n"
+    )
 
 
 class HostedSandbox(Sandbox):

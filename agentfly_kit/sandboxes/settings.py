@@ -9,7 +9,9 @@ from typing import Any, TypeVar
 K = TypeVar("K")
 
 
-def forward_signature(sandbox_type: type, *, omit: Sequence[str] = (), **defaults: Any) -> Callable[[type[K]], type[K]]:
+def forward_signature(
+    sandbox_type: type, *, omit: Sequence[str] = (), **defaults: Any
+) -> Callable[[type[K]], type[K]]:
     """Copy the keyword parameters of `sandbox_type.__init__` onto the decorated class's signature.
 
     The class must forward `**settings` from its `__init__` to `sandbox_type`. `help()` then shows the actual

@@ -109,7 +109,9 @@ def tokenizer(words: Sequence[str] = ()) -> Any:
     bpe.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
     # As in Qwen's tokenizer, these tags are not special tokens, because servers remove those from generated text.
     bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in tags])
-    bpe.add_tokens([AddedToken(text, special=False, normalized=False, single_word=text[0].isalnum()) for text in words])
+    bpe.add_tokens(
+        [AddedToken(text, special=False, normalized=False, single_word=text[0].isalnum()) for text in words]
+    )
     made = PreTrainedTokenizerFast(
         tokenizer_object=bpe, eos_token=END, pad_token="<|pad|>", clean_up_tokenization_spaces=False
     )
@@ -122,7 +124,10 @@ _CORPUS = [
     for count, texts in (
         (40, ["system\n", "user\n", "assistant\n", "tool\n", "Tools: calculator(expression)", "What is 1?"]),
         (40, ["I don't know"]),
-        (40, ['{"name":"calculator","arguments":{"expression":"1"}}', '{"name": "calculator", "arguments": {"a": 1}}']),
+        (
+            40,
+            ['{"name":"calculator","arguments":{"expression":"1"}}', '{"name": "calculator", "arguments": {"a": 1}}'],
+        ),
         (10, ["Error: the tool call is not valid JSON", "error", "Compute", "How much is", "Answer with the result"]),
         (4, ["a an and are as at be by can for from in it no not of on or that this to true false was with you"]),
     )
@@ -290,7 +295,9 @@ def list() -> Any:
     import pandas
 
     examples = [load_tasks(name).test[0].messages[-1]["content"] for name in NAMES]
-    return pandas.DataFrame({"reads": [*_TASKS.values()], "example": examples}, index=pandas.Index(NAMES, name="name"))
+    return pandas.DataFrame(
+        {"reads": [*_TASKS.values()], "example": examples}, index=pandas.Index(NAMES, name="name")
+    )
 
 
 def _check_name(name: str) -> None:

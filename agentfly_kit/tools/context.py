@@ -123,7 +123,9 @@ class Context(Displayable):
             # With `await acquiring`, cancelling one tool call would cancel the lease that is shared by all calls.
             await asyncio.wait([acquiring])
         if acquiring.cancelled():
-            raise SandboxError(f"the chain {self.trajectory_id!r} ended while it waited for a {sandbox_type.__name__}")
+            raise SandboxError(
+                f"the chain {self.trajectory_id!r} ended while it waited for a {sandbox_type.__name__}"
+            )
         if acquiring.exception() is not None and self._leases.get(pool) is acquiring:
             del self._leases[pool]  # let the next request retry
         lease = acquiring.result()

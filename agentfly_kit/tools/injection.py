@@ -17,7 +17,16 @@ from agentfly_kit.tools.inspection import current_definition, function_fingerpri
 from agentfly_kit.types import Task
 
 # Names by which reward functions of other libraries refer to the final answer.
-_NAMES_OF_FINAL = ("prediction", "predicted", "pred", "response", "output", "answer_text", "final_answer", "completion")
+_NAMES_OF_FINAL = (
+    "prediction",
+    "predicted",
+    "pred",
+    "response",
+    "output",
+    "answer_text",
+    "final_answer",
+    "completion",
+)
 
 T = TypeVar("T")
 P = ParamSpec("P")

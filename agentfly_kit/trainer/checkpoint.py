@@ -65,7 +65,9 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
                 f"{file} was written by a newer version ({state['version']} > {_VERSION}); upgrade agentfly_kit"
             )
         prefetched = checkpoint / "ahead.jsonl"
-        resumed = LoopState(state["steps"], state["kl_coef"], Rollout.load(prefetched) if prefetched.exists() else None)
+        resumed = LoopState(
+            state["steps"], state["kl_coef"], Rollout.load(prefetched) if prefetched.exists() else None
+        )
         weights = {**_saved_weights(policy, checkpoint), **state["policy"]}
         policy.load_state({name: weights[name] for name in state["names"] if name in weights})
         policy.version = state["policy_version"]

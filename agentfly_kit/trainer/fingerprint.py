@@ -92,7 +92,8 @@ def fingerprint(
             "engine": type(agent.engine).__name__,
             "chat": {
                 "history": chat.history,
-                "format": {"class": _class(type(chat.format)), "name": chat.format.name} | _options(vars(chat.format)),
+                "format": {"class": _class(type(chat.format)), "name": chat.format.name}
+                | _options(vars(chat.format)),
                 "stop": chat.token_texts(chat.stop_ids),
                 "template": seeds.digest(str(chat.tokenizer.chat_template)),
                 "options": _options(chat.template.options),

@@ -79,7 +79,9 @@ class Run(Displayable):
         except (OSError, ValueError) as error:
             if not resume:
                 return False
-            raise RunError(f"{file} is damaged ({error}); use another folder, or resume=False to start over") from error
+            raise RunError(
+                f"{file} is damaged ({error}); use another folder, or resume=False to start over"
+            ) from error
         # The file is read even with resume=False, because a newer format must not be overwritten.
         if not resume:
             return False
@@ -218,7 +220,9 @@ class Run(Displayable):
         except OSError as error:
             self.records.pop()
             gone = (
-                "" if self.path.exists() else "; the folder was deleted during the run: call train again to start over"
+                ""
+                if self.path.exists()
+                else "; the folder was deleted during the run: call train again to start over"
             )
             raise RunError(f"{file} could not be written ({error}){gone}") from error
 
@@ -292,7 +296,9 @@ class Run(Displayable):
                 shutil.rmtree(current, ignore_errors=True)
             os.replace(new, current)
         except (OSError, RuntimeError) as error:  # torch raises RuntimeError if the disk is full
-            raise RunError(f"no checkpoint could be written to {self.path} ({error}); the last one is kept") from error
+            raise RunError(
+                f"no checkpoint could be written to {self.path} ({error}); the last one is kept"
+            ) from error
         finally:
             shutil.rmtree(new, ignore_errors=True)
 

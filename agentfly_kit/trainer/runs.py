@@ -122,5 +122,7 @@ def _results(run: Run) -> dict[str, Any]:
         if values:
             out |= {name: values[-1], f"best {name}": max(values)}
     steps = run.path / "steps.jsonl"
-    out["written"] = datetime.fromtimestamp(steps.stat().st_mtime).isoformat(" ", "minutes") if steps.exists() else None
+    out["written"] = (
+        datetime.fromtimestamp(steps.stat().st_mtime).isoformat(" ", "minutes") if steps.exists() else None
+    )
     return out

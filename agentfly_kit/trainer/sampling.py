@@ -186,7 +186,9 @@ class RolloutSampler:
             return asyncio.create_task(self._sample(index, agent), name=f"agentfly-ahead-{index + 1}")
         # This engine shares its weights with the policy, which the next update modifies. Sample from a copy instead.
         if not isinstance(agent.engine, LocalEngine):
-            raise SettingsError(f"overlap=1 needs LocalEngine or an engine with its own weights, got {agent.engine!r}")
+            raise SettingsError(
+                f"overlap=1 needs LocalEngine or an engine with its own weights, got {agent.engine!r}"
+            )
         if self._prefetch_agent is None:
             twin = await run_in_thread(policy.copy)
             # Unlike `agent.replace`, this shares internal state such as `last_run` and the warnings already issued.

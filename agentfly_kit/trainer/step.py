@@ -114,8 +114,6 @@ def detect_collapse(records: Sequence[dict[str, float]], groups: int) -> str | N
             best, threshold = f"{reward:.3g} at step {record['step']:.0f}", half
         low = low + 1 if best and reward < threshold else 0
         if low == _LOW_STEPS:
-            text = (
-                f"the mean reward stayed below half of its best value for {_LOW_STEPS} steps: {reward:.3g}, from {best}"
-            )
-            return text if record is records[-1] else None
+            text = f"the mean reward stayed below half of its best value for {_LOW_STEPS} steps: {reward:.3g},"
+            return f"{text} from {best}" if record is records[-1] else None
     return None

@@ -55,7 +55,9 @@ class TrackerSet:
 
     def __init__(self) -> None:
         self._trackers: list[Any] = []  # instances of Tracker, or objects with the same methods
-        self._last: dict[int, int] | None = None  # last tracked step, by id(tracker); None unless a run is in progress
+        self._last: dict[int, int] | None = (
+            None  # last tracked step, by id(tracker); None unless a run is in progress
+        )
 
     def add(self, trackers: Iterable[Any]) -> None:
         for tracker in trackers:
@@ -111,4 +113,6 @@ class TrackerSet:
 
     def _remove(self, tracker: Any, error: Exception) -> None:
         self._trackers.remove(tracker)
-        warnings.warn(f"{tracker!r} raised {type(error).__name__}: {error}; the run continues without it", stacklevel=3)
+        warnings.warn(
+            f"{tracker!r} raised {type(error).__name__}: {error}; the run continues without it", stacklevel=3
+        )

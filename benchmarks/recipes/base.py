@@ -108,7 +108,9 @@ class BaseRecipe:
         """
         messages: list[Message] = [{"role": "user", "content": question}]
         for tool, arguments, observation in calls:
-            messages.append({"role": "assistant", "tool_calls": [{"function": {"name": tool, "arguments": arguments}}]})
+            messages.append(
+                {"role": "assistant", "tool_calls": [{"function": {"name": tool, "arguments": arguments}}]}
+            )
             if observation is not None:
                 messages.append({"role": "tool", "name": tool, "tool_call_id": "call-0", "content": observation})
         if answer:

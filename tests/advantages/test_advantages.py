@@ -532,7 +532,9 @@ ESTIMATORS: dict[str, list[Estimator]] = {
     ],
     "reinforce_plus_plus_baseline": [
         lambda x, g: adv.reinforce_plus_plus_baseline(x["reward"], x["mask"], groups=g),
-        lambda x, g: adv.reinforce_plus_plus_baseline(x["reward"], x["mask"], groups=g, whiten=False, singleton="raw"),
+        lambda x, g: adv.reinforce_plus_plus_baseline(
+            x["reward"], x["mask"], groups=g, whiten=False, singleton="raw"
+        ),
     ],
     "whiten": [lambda x, g: adv.whiten(x["value"], x["mask"])],
     "distillation": [lambda x, g: adv.distillation(x["value"], x["weight"], x["mask"])],

@@ -13,7 +13,11 @@ R, V, M = [0, 0, 0, 0, 0, 1], [0.2, 0.2, nan, 0.9, 0.5, 0.5], [1, 1, 0, 0, 1, 1]
 
 
 @errors.table(
-    (lambda: adv.grpo([0, inf], [0, 0]), ValueError, "rewards[1] must be a finite number or NaN for unscored, got inf"),
+    (
+        lambda: adv.grpo([0, inf], [0, 0]),
+        ValueError,
+        "rewards[1] must be a finite number or NaN for unscored, got inf",
+    ),
     (
         lambda: adv.grpo([0, 1], [0, 0], std="unbiased"),
         af.errors.SettingsError,

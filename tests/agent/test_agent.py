@@ -160,7 +160,9 @@ async def test_repeated_cancellation_releases_all_leases() -> None:
         await asyncio.Event().wait()
 
     async with af.Pool(Slow, size=4) as pool:
-        run = scripted([put_call("x").replace("put", "put_slow")], tools=[put_slow], pools=[pool]).rollout(numbered(4))
+        run = scripted([put_call("x").replace("put", "put_slow")], tools=[put_slow], pools=[pool]).rollout(
+            numbered(4)
+        )
         waiting = asyncio.create_task(run)
         await until(lambda: pool.snapshot().leased == 4)
         for _ in range(6):

@@ -47,7 +47,9 @@ class Coin(af.Engine):
 
     reproducible = True
 
-    def __init__(self, calls: float = 0.5, right: Sequence[float] = (0.2, 0.5, 0.8), name: str = "put_forking") -> None:
+    def __init__(
+        self, calls: float = 0.5, right: Sequence[float] = (0.2, 0.5, 0.8), name: str = "put_forking"
+    ) -> None:
         self.calls, self.right, self.name = calls, right, name
 
     async def sample(
@@ -379,7 +381,9 @@ async def test_chain_that_ended_is_not_cut_off_while_it_waits_for_its_group(stop
     class Slow(Coin):
         is_slow = False
 
-        async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> af.Sample:
+        async def sample(
+            self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None
+        ) -> af.Sample:
             if request.turn == 1 and not self.is_slow:
                 self.is_slow = True
                 await until(lambda: any(group._waiting for group in run._branching.values()))
@@ -470,7 +474,9 @@ def test_interrupted_rollout_holds_no_lease(when: str) -> None:
 
 async def test_fork_at_an_earlier_turn() -> None:
     async with af.Pool(ForkingBox, size=4) as pool:
-        a = played([put_call("x", "put_forking"), put_call("y", "put_forking"), "5"], tools=[put_forking], pools=[pool])
+        a = played(
+            [put_call("x", "put_forking"), put_call("y", "put_forking"), "5"], tools=[put_forking], pools=[pool]
+        )
         chain = a.chain(numbered(1)[0])
         await chain.step()
         await chain.sample()
@@ -507,7 +513,9 @@ async def test_measures_of_uncertainty() -> None:
     assert t.stop == "error" and "the result of measure must be a finite number, got nan" in str(t.error)
 
     class Silent(Played):
-        async def sample(self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None) -> af.Sample:
+        async def sample(
+            self, ids: Any, sampling: Any, seed: int, *, request: TurnRequest | None = None
+        ) -> af.Sample:
             sample = await super().sample(ids, sampling, seed, request=request)
             return af.Sample(sample.ids, sample.logprobs, None, sample.stop, sample.versions)
 

@@ -29,7 +29,9 @@ def spent(rollout: af.Rollout) -> dict[str, int]:
     return {
         "tokens": sum(len(t.ids or ()) for x in rollout for t in x.turns if t.kind == "action"),
         "turns": sum(len(x.actions) for x in rollout),
-        "tool_calls": sum("was not run" not in c.result.observation for x in rollout for c in x.tool_calls if c.result),
+        "tool_calls": sum(
+            "was not run" not in c.result.observation for x in rollout for c in x.tool_calls if c.result
+        ),
     }
 
 
@@ -176,7 +178,9 @@ async def test_the_time_of_a_group_starts_with_its_first_chain() -> None:
 async def test_forks_share_the_group_budget_and_unstarted_forks_release_sandboxes() -> None:
     script = [put_call("x", "put_forking"), "5"]
     async with af.Pool(ForkingBox, size=8) as pool:
-        a = played(script, tools=[put_forking], pools=[pool], after_observation=lambda c: 3 if c.key.fork == "" else 0)
+        a = played(
+            script, tools=[put_forking], pools=[pool], after_observation=lambda c: 3 if c.key.fork == "" else 0
+        )
         rollout = await a.rollout(numbered(1), max_concurrency=1, group_budget=af.Budget(turns=3))
         assert [t.stop for t in rollout] == ["answered", "answered"]
         assert list(rollout.not_run) == ["rollout-0:t0/0.2", "rollout-0:t0/0.3"]

@@ -93,7 +93,9 @@ async def test_rollout(whom: Whom, count: int | None) -> None:
 
         async def after(where: str) -> None:
             await nothing_left(where, pool, a)
-            assert runs[0]._run_usage.tokens_left == runs[0]._run_usage.budget.tokens - runs[0]._run_usage.tokens, where
+            assert runs[0]._run_usage.tokens_left == runs[0]._run_usage.budget.tokens - runs[0]._run_usage.tokens, (
+                where
+            )
             assert all(t.stop in ("answered", "error") for t in runs[0].partial), where
 
         await at_each(work, after, whom, count)

@@ -179,7 +179,9 @@ async def test_max_tokens_of_a_chain_is_not_exceeded() -> None:
         a = played([call("1+1"), call("2+2"), LONG], max_tokens=limit)
         t = await a.chain(TASK).run()
         assert all(s.max_tokens <= limit for s in a.engine.samplings)
-        assert sum(len(turn.ids or ()) for turn in t.turns if turn.kind == "action" and turn.stop == "length") <= limit
+        assert (
+            sum(len(turn.ids or ()) for turn in t.turns if turn.kind == "action" and turn.stop == "length") <= limit
+        )
 
 
 async def test_unclosed_call_is_not_run() -> None:
@@ -391,7 +393,9 @@ async def test_rewind_encodes_a_final_observation() -> None:
     assert chain.stop == "max_turns"
     chain.rewind(to=-1)
     await chain.sample()
-    assert chat().text(engine.given[-1]).endswith("<tool_response>2</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    assert (
+        chat().text(engine.given[-1]).endswith("<tool_response>2</tool_response><|im_end|>\n<|im_start|>assistant\n")
+    )
     assert tuple(chain.snapshot().ids) == (*engine.given[-1], *engine.gave[-1])
 
 
@@ -615,7 +619,9 @@ LONG = "word " * 20_000
 
 
 @pytest.mark.parametrize("where", ["prompt", "tool result", "harness"])
-async def test_long_messages_are_encoded_while_the_event_loop_runs(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_long_messages_are_encoded_while_the_event_loop_runs(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Looked for: tasks, tool results, and messages of a harness. Each delayed all chains, past their limits too."""
     begun, goes_on = threading.Event(), threading.Event()
     real = af.Chat.encode

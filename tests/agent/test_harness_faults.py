@@ -28,7 +28,11 @@ from waiting import GUARD, until
 import agentfly_kit as af
 from agentfly_kit.endpoint.reply import RequestError
 
-FUNCTION = {"name": "f", "description": "d", "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}}}
+FUNCTION = {
+    "name": "f",
+    "description": "d",
+    "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+}
 VALID: dict[str, dict[str, Any]] = {
     "chat/completions": {
         "model": "policy/x",
@@ -79,7 +83,9 @@ JUNK: list[Any] = [
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
     yield path
-    for key, part in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, part in (
+        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    ):
         yield from places(part, (*path, key))
 
 
@@ -296,7 +302,9 @@ async def test_nan_in_the_arguments_of_a_call_is_text(tmp_path: Any) -> None:
     replies: list[Any] = []
 
     async def asks(endpoint: af.Endpoint) -> None:
-        got = await endpoint.handle("POST", "/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}]}')
+        got = await endpoint.handle(
+            "POST", "/v1/chat/completions", b'{"messages": [{"role": "user", "content": "a"}]}'
+        )
         replies.append(json.loads(got.body)["choices"][0])
         assert b"NaN" not in got.body.replace(b'NaN}}</tool_call>"', b"")
 

@@ -33,9 +33,9 @@ async def test_forks_share_turns_and_group_of_their_parent() -> None:
         return 2 if chain.key.fork == "" and chain.actions == 1 else 0
 
     seen: list[str] = []
-    rollout = await scripted([CALL, "6"], after_observation=twice, after_chain=lambda _, t: seen.append(t.id)).rollout(
-        TASKS, group_size=2, max_concurrency=3
-    )
+    rollout = await scripted(
+        [CALL, "6"], after_observation=twice, after_chain=lambda _, t: seen.append(t.id)
+    ).rollout(TASKS, group_size=2, max_concurrency=3)
     assert [len(group) for group in rollout.groups] == [6] * 5
     assert sorted(seen) == sorted(t.id for t in rollout)
     for group in rollout.groups:

@@ -43,7 +43,11 @@ def nasty(half: bool = True) -> af.Rollout:
             raw=text,
         ),
         af.ToolCall(
-            "call-1", "", {}, af.ToolResult(False, "", failure, 0.5, True, -1.0, False, {"m": 0.0}), error="unreadable"
+            "call-1",
+            "",
+            {},
+            af.ToolResult(False, "", failure, 0.5, True, -1.0, False, {"m": 0.0}),
+            error="unreadable",
         ),
         af.ToolCall("call-2", "g", {}, error=""),
     )
@@ -87,7 +91,9 @@ def nasty(half: bool = True) -> af.Rollout:
                 5,
                 af.Sampling(0.7, 3, 0.9, 5, 0.1, ("x",)),
             ),
-            af.Trajectory("g/1", task, "g", 1, (prompt,), "error", None, {}, failure, 0, tools=({"type": "function"},)),
+            af.Trajectory(
+                "g/1", task, "g", 1, (prompt,), "error", None, {}, failure, 0, tools=({"type": "function"},)
+            ),
             af.Trajectory("h/0", task, "h", 0, (*turns, unseen), "timeout", -1.0),
             af.Trajectory("i/0", task, "i", 0, (), "error"),
         ],
@@ -143,7 +149,9 @@ VALUES = {
 def test_values_that_json_lacks_are_loaded_unchanged(tmp_path: Path) -> None:
     """Also looked at: messages, metrics, arguments and results of tools, which are JSON when they are made."""
     task = af.Task("t", ({"role": "user", "content": "?", "when": VALUES["date"]},), VALUES)
-    path = af.Rollout.from_trajectories([af.Trajectory("g/0", task, "g", 0, (), "answered")]).save(tmp_path / "r.jsonl")
+    path = af.Rollout.from_trajectories([af.Trajectory("g/0", task, "g", 0, (), "answered")]).save(
+        tmp_path / "r.jsonl"
+    )
     (back,) = af.Rollout.load(path).tasks
     assert back == task and repr(back.fields) == repr(task.fields)
     path.write_text(path.read_text(encoding="utf-8").replace('"Decimal"', '"object"'), encoding="utf-8")
@@ -422,7 +430,9 @@ def test_an_incomplete_last_line_is_overwritten(tmp_path: Path, run: af.Run, cut
     assert [r["step"] for r in af.Run(tmp_path / "r").records] == [*([1, 2, 2][:kept]), 9]
     for steps in (1, 0):
         again.truncate(steps)
-        assert [r["step"] for r in again.records] == [r["step"] for r in af.Run(tmp_path / "r").records] == [1][:steps]
+        assert (
+            [r["step"] for r in again.records] == [r["step"] for r in af.Run(tmp_path / "r").records] == [1][:steps]
+        )
 
 
 # --- checkpoints ---------------------------------------------------------------------------------

@@ -102,7 +102,9 @@ async def test_policy_can_write_the_summary() -> None:
     chain = await stepped(played([call("1+1"), "I have 2.", "4"]).chain(TASK))
     told = chain.observe("What do you know so far?")
     assert [m["role"] for m in told.messages] == ["tool", "user"]
-    assert told.ids == chat().observation_ids(told.messages, chain.agent.tools.schemas, after=chain.turns[1].ids or ())
+    assert told.ids == chat().observation_ids(
+        told.messages, chain.agent.tools.schemas, after=chain.turns[1].ids or ()
+    )
     summary = await chain.sample()
     assert chain.stop == "answered"
     chain.compact(str(summary.messages[0]["content"]))
@@ -236,7 +238,9 @@ async def test_rewritten_history_begins_a_row() -> None:
     texts = [rewriting.text(ids) for ids in row_ids(t)]
     assert "one" in texts[0] and "two" in texts[0]
     assert "ONE" in texts[2] and "THREE" in texts[2] and "one" not in texts[2]
-    assert [i for row in t.rows for i in row.ids[row.action_mask].tolist()] == [i for said in engine.gave for i in said]
+    assert [i for row in t.rows for i in row.ids[row.action_mask].tolist()] == [
+        i for said in engine.gave for i in said
+    ]
     # The last row begins with the rendering of the whole conversation.
     assert t.rows[2].ids.tolist()[: -len(engine.gave[3])] == list(rewriting.prompt(t.rows[2].turns[0].messages))
     assert [m["content"] for m in t.rows[2].messages if m["role"] == "assistant"] == ["one", "two", "three", "four"]
@@ -302,7 +306,11 @@ async def test_frames_contain_the_row_index() -> None:
         columns = {"position": range(len(row)), "id": row.ids, "mask": row.action_mask, "turn": row.turn_index}
         assert {name: own[name].tolist() for name in columns} == {name: list(c) for name, c in columns.items()}
     sampled = sum(int(row.action_mask.sum()) for row in t.rows)
-    assert list(rollout.to_frame().iloc[0][["rows", "tokens", "action_tokens"]]) == [3, sum(map(len, t.rows)), sampled]
+    assert list(rollout.to_frame().iloc[0][["rows", "tokens", "action_tokens"]]) == [
+        3,
+        sum(map(len, t.rows)),
+        sampled,
+    ]
     numbers = rollout.summary()
     assert (numbers["rows"], numbers["tokens"]) == (3.0, sampled)
     assert "rows" not in af.Rollout.from_trajectories([await played(["4"]).chain(TASK).run()]).summary()

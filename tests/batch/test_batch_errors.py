@@ -31,7 +31,11 @@ async def demonstrations() -> Any:
 @errors.table(
     (lambda: af.collate([]), af.errors.BatchError, "rollout must hold at least one trajectory"),
     (lambda: af.collate([3]), af.errors.BatchError, "must be a Rollout or Trajectory objects, got int"),
-    (lambda: af.collate(GOOD.replace(reward=None)), af.errors.BatchError, "on: unscored (no reward returned a number)"),
+    (
+        lambda: af.collate(GOOD.replace(reward=None)),
+        af.errors.BatchError,
+        "on: unscored (no reward returned a number)",
+    ),
     (lambda: af.collate(TEXT), af.errors.BatchError, "its engine returned text only"),
     (lambda: af.collate(GOOD.replace(sampling=af.Sampling(temperature=0))), af.errors.BatchError, "sampled greedily"),
     (

@@ -79,7 +79,9 @@ def test_turn_rewards_have_an_effect_or_are_refused(name: Any, turn: str) -> Non
     elif name == "none":
         assert not build(rollout, 0.0).advantages.nan_to_num().any()
     else:
-        errors.check(lambda: build(rollout, 0.0), BatchError, f"turn {turn[1]} of 'g/1' has the reward 1, which has no")
+        errors.check(
+            lambda: build(rollout, 0.0), BatchError, f"turn {turn[1]} of 'g/1' has the reward 1, which has no"
+        )
         wanted = [1.0, 2.0] if callable(name) else [-0.707, 0.707]
         if name not in ("gdpo", "opo"):
             torch.testing.assert_close(build(summed, 0.0).advantages[:, 2], torch.tensor(wanted), atol=1e-3, rtol=0)

@@ -142,7 +142,9 @@ STRICT = (
 def strict() -> Any:
     tokenizer = with_template(STRICT)
     tokenizer.bos_token = "<s>"
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]"]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": ["[INST]", "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]"]}
+    )
     return tokenizer
 
 

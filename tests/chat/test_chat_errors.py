@@ -68,7 +68,11 @@ MALFORMED = "message 1 (role 'assistant'): each of 'tool_calls' must be"
         Exception,
         "each stop string must be a single token, got ",
     ),
-    (lambda: agents.chat().observation_ids([]), af.errors.SettingsError, "observation must have at least one message"),
+    (
+        lambda: agents.chat().observation_ids([]),
+        af.errors.SettingsError,
+        "observation must have at least one message",
+    ),
     (
         lambda: played(["x"], reward=None).rollout([af.Task("t", (user(HALF),))]),
         af.errors.SettingsError,

@@ -179,7 +179,22 @@ def test_random_conversations_grow_as_they_are_rendered(name: str) -> None:
     mine = chat(name)
     rng = random.Random(name)
     two = mine.template.takes_two_calls
-    words = ["21", "\n", " ", "degrees", "é🎉", '{"c": -3}', "<b>", "'", '"', "\\n", "{{ x }}", "[INST", "null", "a  b"]
+    words = [
+        "21",
+        "\n",
+        " ",
+        "degrees",
+        "é🎉",
+        '{"c": -3}',
+        "<b>",
+        "'",
+        '"',
+        "\\n",
+        "{{ x }}",
+        "[INST",
+        "null",
+        "a  b",
+    ]
 
     def text() -> str:
         return "x" + "".join(rng.choices(words, k=rng.randrange(8)))
@@ -256,7 +271,9 @@ def test_calls_are_read_as_the_template_renders_them(name: str) -> None:
     tools = [{"type": "function", "function": function}]
     for arguments in (ARGUMENTS, {}):
         for mode in mine.template.modes if mine.template.thinking != "tags" else (None,):
-            message = mine.template._call_message([{"name": "get_weather", "tool_call_id": "call-0"}], arguments, mode)
+            message = mine.template._call_message(
+                [{"name": "get_weather", "tool_call_id": "call-0"}], arguments, mode
+            )
             whole = mine.template.render([USER, message], tools, generate=False)
             action = whole.removeprefix(mine.template.render([USER], tools, generate=True))
             assert action != whole
@@ -309,7 +326,8 @@ def test_instructions_are_added_if_the_template_shows_no_tools() -> None:
     opened = whole.text(whole.prompt([{"role": "system", "content": "Be brief."}, USER], [TOOL]))
     assert opened.startswith("<|system|>\nBe brief.\n\nYou can use these tools:\n")
     assert (
-        whole.text(whole.observation_ids([told("21")])) == "<|end|>\n<|user|>\nObservation: 21<|end|>\n<|assistant|>\n"
+        whole.text(whole.observation_ids([told("21")]))
+        == "<|end|>\n<|user|>\nObservation: 21<|end|>\n<|assistant|>\n"
     )
 
 
@@ -318,7 +336,9 @@ def test_another_format_than_the_templates_is_explained_in_the_prompt() -> None:
     text = mine.text(mine.prompt([USER], [TOOL]))
     assert "Action Input" in text and "<tool_call>" not in text
     two = mine.text(mine.observation_ids([told("21"), told("-3", 1)]))
-    assert two == ("<|im_end|>\n<|im_start|>user\nObservation: 21\nObservation: -3<|im_end|>\n<|im_start|>assistant\n")
+    assert two == (
+        "<|im_end|>\n<|im_start|>user\nObservation: 21\nObservation: -3<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
 def test_options_reach_the_template() -> None:
@@ -368,7 +388,11 @@ CONTENTS: dict[str, list[Message]] = {
     "demonstration": [USER, {"role": "assistant", "content": PARTS}, USER],
     "call": [USER, {"role": "assistant", "tool_calls": CALLS}, told(SEEN)],
     "call with text": [USER, {"role": "assistant", "content": SEEN, "tool_calls": CALLS}, told("21")],
-    "result parts": [USER, {"role": "assistant", "content": None, "tool_calls": CALLS}, {**told(""), "content": PARTS}],
+    "result parts": [
+        USER,
+        {"role": "assistant", "content": None, "tool_calls": CALLS},
+        {**told(""), "content": PARTS},
+    ],
 }
 # Number of templates that render each case exactly; the others raise.
 EXACT = {"text": 72, "text parts": 72, "system": 70, "developer": 34, "unknown role": 32, "late system": 52}

@@ -119,12 +119,29 @@ def test_rendered_calls_are_compact() -> None:
 
 
 SOUP = ["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name":', '"a"', "null", "NaN", "1e999", "9" * 50]
-SOUP += [*'{}[],:"-<>` \n\\é🙂\x00\ud800', "\\ud800", ";", "```", "```python\n", "\n```\n", '{"x":1}', '"parameters":']
+SOUP += [
+    *'{}[],:"-<>` \n\\é🙂\x00\ud800',
+    "\\ud800",
+    ";",
+    "```",
+    "```python\n",
+    "\n```\n",
+    '{"x":1}',
+    '"parameters":',
+]
 SOUP += ["Thought: ", "Action: a\n", "Action Input: ", "Observation:", "Final Answer:", "[TOOL_CALLS]", "[ARGS]"]
 SOUP += ["<search>", "</search>", "<answer>", "</answer>", "<action>", "</action>", "<|python_tag|>", '"arguments":']
 SOUP += ["<function=a>", "</function>", "<parameter=x>", "</parameter>"]
 SOUP += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>call:", '<|"|>', "<tool_call|>", "a("]
-SOUP += ["<|tool_call_start|>", "<|tool_call_end|>", "to=functions.a", "<|channel|>", "<|message|>", "<|call|>", "x='"]
+SOUP += [
+    "<|tool_call_start|>",
+    "<|tool_call_end|>",
+    "to=functions.a",
+    "<|channel|>",
+    "<|message|>",
+    "<|call|>",
+    "x='",
+]
 SCHEMAS = [{"function": {"name": "a", "parameters": {"properties": {"x": {"type": "string"}}}}}]
 ALL = af.chat.formats.NAMES
 # Tool and parameter of the formats that call a fixed tool.
@@ -177,8 +194,19 @@ REPEATED = [
     "<tool_call>", "Action: a\n", "```python\n", "[TOOL_CALLS]", '{"name":', "<think>", "</think>", "[", "`", " ",
 ]  # fmt: skip
 REPEATED += ["\n", " \n", "<function=", "<search>", "<answer>", "Action Input: {", "Observation:\n", "</parameter>"]
-REPEATED += ["<tool_call>x</tool_call>\n", f"<tool_call>{CALL}</tool_call>", f"[TOOL_CALLS][{CALL}]", "[TOOL_CALLS]a{}"]
-REPEATED += ["Action: a\nAction Input: {}\n", "```python\nx\n```\n", f"{CALL};", "<search>{}</search>", "[TOOL_CALLS]["]
+REPEATED += [
+    "<tool_call>x</tool_call>\n",
+    f"<tool_call>{CALL}</tool_call>",
+    f"[TOOL_CALLS][{CALL}]",
+    "[TOOL_CALLS]a{}",
+]
+REPEATED += [
+    "Action: a\nAction Input: {}\n",
+    "```python\nx\n```\n",
+    f"{CALL};",
+    "<search>{}</search>",
+    "[TOOL_CALLS][",
+]
 REPEATED += ["<arg_key>x</arg_key><arg_value>", "</arg_value>", "<tool_call>a</tool_call>", "<|tool_call>", '<|"|>']
 REPEATED += [
     "<|tool_call>call:a{}<tool_call|>", '<|"|>a<|"|>,', "{a:", "<|tool_call_start|>", "a(), ", "a(x='y'), ", "'",
@@ -193,7 +221,11 @@ REPEATED += [
     "<|",
 ]
 REPEATED += ["<tool_call><function=a><parameter=x></tool_call>", '<tool_call>["</tool_call>', '<tool_call>"', "``` "]
-AROUND = [("", ""), ("<tool_call>a<arg_key>x</arg_key><arg_value>", "</tool_call>"), ("to=functions.a<|message|>", "")]
+AROUND = [
+    ("", ""),
+    ("<tool_call>a<arg_key>x</arg_key><arg_value>", "</tool_call>"),
+    ("to=functions.a<|message|>", ""),
+]
 AROUND += [("<|tool_call>call:a{", "}<tool_call|>"), ("<|tool_call_start|>[", "]<|tool_call_end|>")]
 AROUND += [("<|tool_call_start|>[a(x=", ")]<|tool_call_end|>"), ("<|tool_call_start|>[a(x='", "')]<|tool_call_end|>")]
 AROUND += [('{"name":"a"}', "x"), ("[TOOL_CALLS]a", "x"), ("Action: a", "Final Answer: x"), ("```python", "x")]
@@ -405,7 +437,9 @@ def test_markup_formats_parse_rendered_calls(tool: str, arguments: dict[str, Any
     properties = {k: {"type": "string"} if isinstance(v, str) else {} for k, v in arguments.items()}
     if not re.search(r"</?(?:arg_|tool_call)", texts):
         back(
-            af.chat.formats.get("glm4"), call, [{"function": {"name": tool, "parameters": {"properties": properties}}}]
+            af.chat.formats.get("glm4"),
+            call,
+            [{"function": {"name": tool, "parameters": {"properties": properties}}}],
         )
     identifiers = not re.search(r'"(?![A-Za-z_][A-Za-z0-9_.-]*"|")[^"]*":', texts) and '"":' not in texts
     if identifiers and '<|\\"|>' not in texts and "\\" not in texts:
@@ -493,7 +527,9 @@ def test_channels_of_gpt_oss() -> None:
     assert (parsed.thinking, parsed.content, parsed.unclosed) == ("Look.", "I look.", False)
     assert [(c.name, c.arguments) for c in parsed.calls] == [("a", {"x": 1})]
     assert af.chat.formats.get("gpt_oss").parse(text[:-1]).unclosed
-    assert af.chat.formats.get("gpt_oss").parse("<|channel|>final<|message|>5<|return|>") == af.chat.formats.Parsed("5")
+    assert af.chat.formats.get("gpt_oss").parse("<|channel|>final<|message|>5<|return|>") == af.chat.formats.Parsed(
+        "5"
+    )
 
 
 @pytest.mark.parametrize("name", [format.name for format in af.chat.formats.NATIVE])

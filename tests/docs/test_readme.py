@@ -36,7 +36,9 @@ def example(steps: int, held_out: int) -> str:
 
 def as_script(code: str) -> str:
     """Replace each await with asyncio.run, as README.md says."""
-    return "import asyncio\n" + re.sub(r"await (af\.\w+\(.*?\))(\)?)$", r"asyncio.run(\1)\2", code, flags=re.MULTILINE)
+    return "import asyncio\n" + re.sub(
+        r"await (af\.\w+\(.*?\))(\)?)$", r"asyncio.run(\1)\2", code, flags=re.MULTILINE
+    )
 
 
 @pytest.mark.parametrize("how", [pytest.param("cell", marks=pytest.mark.real), "script"])
@@ -54,7 +56,9 @@ def test_the_first_example_runs_as_pasted(
     else:
         code += "".join(EXAMPLES[1:]) + "\nprint(stats)"  # the later examples continue the first
         command = [sys.executable, "-c", CELL]
-        done = subprocess.run(command, cwd=tmp_path, input=code, capture_output=True, text=True, timeout=waiting.GUARD)
+        done = subprocess.run(
+            command, cwd=tmp_path, input=code, capture_output=True, text=True, timeout=waiting.GUARD
+        )
         assert done.returncode == 0, done.stderr
         output = done.stdout
         assert "Stats(" in output
@@ -107,7 +111,9 @@ def test_a_broken_link_fails_the_build_of_the_site(tmp_path: Path) -> None:
     shutil.copy(ROOT / "docs" / "conf.py", site)
     links = ("[a](missing.md)", "[b](#no-such-heading)", "[c](other.md#no-such-heading)")
     (site / "other.md").write_text("# Other\n", encoding="utf-8")
-    (site / "index.md").write_text("# Site\n\n" + "\n".join(links) + "\n\n```{toctree}\nother\n```\n", encoding="utf-8")
+    (site / "index.md").write_text(
+        "# Site\n\n" + "\n".join(links) + "\n\n```{toctree}\nother\n```\n", encoding="utf-8"
+    )
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-c", site, tmp_path, tmp_path / "out"]
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True, timeout=waiting.GUARD)
     assert done.returncode != 0
@@ -126,7 +132,9 @@ def test_the_files_that_process_a_token_are_short() -> None:
         whole += lines
         if function:
             names = {function, *re.findall(r"`(_\w+)`", shows)}
-            found = [node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name in names]
+            found = [
+                node for node in ast.parse(text).body if isinstance(node, ast.FunctionDef) and node.name in names
+            ]
             assert len(found) == len(names)
             lines = sum(node.end_lineno - node.lineno + 1 for node in found if node.end_lineno is not None)
         path += lines

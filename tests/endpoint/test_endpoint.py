@@ -116,7 +116,9 @@ async def test_http_serves_the_chain_of_each_key_on_loopback_and_stops_with_the_
     for url in urls:
         _, _, port = url.rpartition(":")
         await errors.check(
-            lambda: asyncio.open_connection("127.0.0.1", int(port)), OSError, re.compile(r"refused|Connect call failed")
+            lambda: asyncio.open_connection("127.0.0.1", int(port)),
+            OSError,
+            re.compile(r"refused|Connect call failed"),
         )
 
 

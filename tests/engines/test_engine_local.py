@@ -238,7 +238,10 @@ async def test_every_kind_of_attention_gives_the_logprobs_of_a_full_forward(fami
     )
     second = [[*ids, *(s.ids or ()), *prompt(6, seed=2, size=90)] for ids, s in zip(first, got, strict=True)]
     again = await asyncio.gather(
-        *(engine.sample(ids, af.Sampling(max_tokens=9), i, request=request(str(i), 1)) for i, ids in enumerate(second))
+        *(
+            engine.sample(ids, af.Sampling(max_tokens=9), i, request=request(str(i), 1))
+            for i, ids in enumerate(second)
+        )
     )
     assert engine.prefilled < sum(map(len, first)) + 7 * len(second), "histories were computed again"
     for ids, sample in zip([*first, *second], [*got, *again], strict=True):
@@ -531,7 +534,9 @@ async def test_a_cancelled_request_frees_its_row() -> None:
 
 
 @pytest.mark.parametrize("when", ["_forward", "_decode", "sample_tokens"])
-async def test_a_failure_fails_all_requests_and_the_engine_recovers(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failure_fails_all_requests_and_the_engine_recovers(
+    when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     engine = af.LocalEngine(endless())
     wanted = await engine.sample(prompt(8), af.Sampling(max_tokens=12), 5)
     where: Any = generation if when == "sample_tokens" else ContinuousBatch
@@ -545,7 +550,8 @@ async def test_a_failure_fails_all_requests_and_the_engine_recovers(when: str, m
 
     monkeypatch.setattr(where, when, failing)
     many = [
-        engine.sample(prompt(10 + i, seed=i), af.Sampling(max_tokens=20), i, request=request(str(i))) for i in range(6)
+        engine.sample(prompt(10 + i, seed=i), af.Sampling(max_tokens=20), i, request=request(str(i)))
+        for i in range(6)
     ]
     got = await asyncio.gather(*many, return_exceptions=True)
     failed = [g for g in got if isinstance(g, EngineError)]
@@ -628,7 +634,9 @@ async def test_an_idle_engine_has_no_thread_and_can_be_collected(monkeypatch: py
     await engine.sample(prompt(4), af.Sampling(max_tokens=2), 0)
     gone = weakref.ref(engine)
     await until(lambda: gone()._thread is None)  # type: ignore[union-attr]
-    assert len((await engine.sample(prompt(4), af.Sampling(max_tokens=2), 0)).ids or ()) == 2  # the thread is restarted
+    assert (
+        len((await engine.sample(prompt(4), af.Sampling(max_tokens=2), 0)).ids or ()) == 2
+    )  # the thread is restarted
     del engine
     await until(lambda: gc.collect() < 0 or gone() is None)
 

@@ -74,7 +74,11 @@ def read(slices: list[Any]) -> list[Any]:
     (lambda: af.ScriptedEngine(["5"]).update(None), af.errors.EngineError, "has no weights to update"),
     (lambda: openai("localhost:8000"), af.errors.EngineError, "address"),
     (lambda: openai(tokens="maybe"), af.errors.SettingsError, "one of 'exact', 'none', got 'maybe'"),
-    (lambda: openai(tokens="exact", weights="nccl"), af.errors.EngineError, "weights must be 'auto', 'shm', 'http' or"),
+    (
+        lambda: openai(tokens="exact", weights="nccl"),
+        af.errors.EngineError,
+        "weights must be 'auto', 'shm', 'http' or",
+    ),
     (lambda: openai(timeout=0), af.errors.SettingsError, "timeout must be a finite number above 0, got 0"),
     (
         lambda: openai(timeout=math.nan),

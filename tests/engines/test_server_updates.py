@@ -139,7 +139,9 @@ async def pair(policy: af.Policy, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
 def gap(server: PolicyServer, policy: af.Policy) -> float:
     weights = policy.model.state_dict()
-    return max(float((tensor - weights[name]).abs().max()) for name, tensor in server.policy.model.state_dict().items())
+    return max(
+        float((tensor - weights[name]).abs().max()) for name, tensor in server.policy.model.state_dict().items()
+    )
 
 
 # --- transport -----------------------------------------------------------------------------------
@@ -158,7 +160,9 @@ def test_served_memory_is_read_by_those_who_know_its_path() -> None:
         (url + handle["path"][:-2] + "/", []),
         (url + handle["path"], [["a", "uint8", [2000], 0, 0, 2000]]),
     ):
-        errors.check(lambda: fetch_chunk(wrong, slices, torch.empty(3000, dtype=torch.uint8)), OSError, "answered 404")
+        errors.check(
+            lambda: fetch_chunk(wrong, slices, torch.empty(3000, dtype=torch.uint8)), OSError, "answered 404"
+        )
     with pytest.raises(OSError, match="answered 404") as caught:
         fetch_chunk(url + "/", [], buffer)
     ports = [c.raddr.port for c in psutil.Process().net_connections("tcp") if c.raddr]
@@ -297,7 +301,9 @@ async def test_a_cancelled_update_is_known_to_be_incomplete(pair: Pair, policy: 
 # --- servers that do not fit ---------------------------------------------------------------------
 
 
-async def test_weights_that_a_server_cannot_load_are_refused_before_it_is_paused(pair: Pair, policy: af.Policy) -> None:
+async def test_weights_that_a_server_cannot_load_are_refused_before_it_is_paused(
+    pair: Pair, policy: af.Policy
+) -> None:
     server, _ = pair
     other = policy.copy()
     other.model.config.vocab_size = 7
@@ -309,7 +315,9 @@ async def test_weights_that_a_server_cannot_load_are_refused_before_it_is_paused
         (policy, {"tokens": "none"}, missing, "requires tokens='exact'"),
     ):
         server.fault = lambda path, body, answer=answer: answer if path == "/collective_rpc" else None
-        await errors.check(lambda: server.client(**settings).update(weights), af.errors.EngineError, re.compile(words))
+        await errors.check(
+            lambda: server.client(**settings).update(weights), af.errors.EngineError, re.compile(words)
+        )
     assert {path for path, _ in server.got} == {"/collective_rpc"}
 
 
@@ -318,9 +326,7 @@ async def test_an_address_that_the_server_cannot_reach_is_named(pair: Pair, poli
     before = gap(server, policy)
     engine = server.client(weights="http://nowhere.invalid:0")
     nudge(policy)
-    says = (
-        r"cannot read the weights \(OSError: cannot read from nowhere\.invalid:.*set weights='http://<address>:<port>'"
-    )
+    says = r"cannot read the weights \(OSError: cannot read from nowhere\.invalid:.*set weights='http://<address>:<port>'"
     await errors.check(lambda: engine.update(policy), af.errors.EngineError, re.compile(says))
     assert before == 0 < gap(server, policy) and not server.paused
     assert (await engine.sample([1, 2], af.Sampling(max_tokens=2), 0)).versions == (

@@ -191,7 +191,9 @@ def test_a_folder_of_alfworlds_games_becomes_tasks(tmp_path: Path) -> None:
     assert len(af.envs.alfworld.tasks_in(tmp_path, kinds=[games.KINDS[1]])) == 1
     if importlib.util.find_spec("textworld") is None:
         errors.check(
-            lambda: af.envs.alfworld.random_agent().rollout([first]), af.errors.TaskError, "type: pip install textworld"
+            lambda: af.envs.alfworld.random_agent().rollout([first]),
+            af.errors.TaskError,
+            "type: pip install textworld",
         )
 
 

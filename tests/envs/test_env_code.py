@@ -88,11 +88,15 @@ def python(source: str) -> str:
 
 async def test_limits_of_the_interpreter_are_observations(never_killed: None) -> None:
     endless = af.ScriptedEngine([python("while True: pass"), GOOD])
-    agent = af.envs.code.agent(endless, chat=af.envs.family.small_chat(), size=1, options={"seconds": 0.1}, max_turns=8)
+    agent = af.envs.code.agent(
+        endless, chat=af.envs.family.small_chat(), size=1, options={"seconds": 0.1}, max_turns=8
+    )
     (t,) = (await agent.rollout([task()])).trajectories
     assert "KeyboardInterrupt" in t.tool_calls[0].result.observation
 
-    engine = af.ScriptedEngine([*map(python, ["import os; os._exit(3)", "print('x' * 10**7)", "1 / 0", "2 + 2"]), GOOD])
+    engine = af.ScriptedEngine(
+        [*map(python, ["import os; os._exit(3)", "print('x' * 10**7)", "1 / 0", "2 + 2"]), GOOD]
+    )
     agent = af.envs.code.agent(engine, chat=af.envs.family.small_chat(), size=1, max_turns=8)
     (t,) = (await agent.rollout([task()])).trajectories
     shown = [c.result.observation for c in t.tool_calls if c.result is not None]

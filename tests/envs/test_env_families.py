@@ -204,7 +204,9 @@ async def test_invalid_actions_are_reported_and_do_not_affect_other_chains(name:
         return moves[min(3, sum(m["role"] == "assistant" for m in messages))]
 
     chat = af.envs.family.small_chat()
-    good, bad, also = (await of.agent(af.envs.family.PlayerEngine(plays, chat), chat=chat).rollout(tasks)).trajectories
+    good, bad, also = (
+        await of.agent(af.envs.family.PlayerEngine(plays, chat), chat=chat).rollout(tasks)
+    ).trajectories
     assert good.success and also.success, good.error or also.error
     assert (bad.error, bad.success) == (None, False), bad.explain()
     first, second = bad.tool_calls[:2]

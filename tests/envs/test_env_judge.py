@@ -189,7 +189,9 @@ async def test_a_comparison_in_one_order_only_does_not_count() -> None:
     def judges(question: af.Task, attempt: int) -> str:
         one, other = question.fields["answers"]
         return (
-            "?" if (one, other) == ("b", "a") or "d" in (one, other) else f"<better>{1 if one < other else 2}</better>"
+            "?"
+            if (one, other) == ("b", "a") or "d" in (one, other)
+            else f"<better>{1 if one < other else 2}</better>"
         )
 
     ranking = await af.envs.judge.Judge(af.ScriptedEngine(judges), rubric=RUBRIC).rank(QUESTION, ["a", "b", "c", "d"])

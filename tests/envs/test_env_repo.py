@@ -252,4 +252,9 @@ def test_every_mutation_changes_one_line_and_still_compiles() -> None:
         assert lines[m.line - 1] == m.right != m.broken
         compile("\n".join([*lines[: m.line - 1], m.broken, *lines[m.line :]]), "x", "exec")
     kinds = {m.kind: m.broken for m in mutation.mutations("x = not a\ny = (é) <= (b)\nz = min(p, q)\nw = a and b\n")}
-    assert kinds == {"negation": "x = a", "comparison": "y = (é) < (b)", "name": "z = max(p, q)", "logic": "w = a or b"}
+    assert kinds == {
+        "negation": "x = a",
+        "comparison": "y = (é) < (b)",
+        "name": "z = max(p, q)",
+        "logic": "w = a or b",
+    }

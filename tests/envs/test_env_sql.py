@@ -216,7 +216,11 @@ def spider(tmp_path: Path) -> Path:
             )
     rows = [
         {"db_id": "pets", "question": "How many pets?", "query": "SELECT count(*) FROM pet", "query_toks": []},
-        {"db_id": "odd", "question": "Whose weight?", "query": "SELECT name FROM pet WHERE weight > 1 ORDER BY weight"},
+        {
+            "db_id": "odd",
+            "question": "Whose weight?",
+            "query": "SELECT name FROM pet WHERE weight > 1 ORDER BY weight",
+        },
     ]
     (tmp_path / "dev.json").write_text(json.dumps(rows), encoding="utf-8")
     return tmp_path

@@ -169,7 +169,9 @@ async def test_pages_are_those_of_webshop() -> None:
     await shop.click(scent[1])
     assert shop.options == {"scent": scent[1]}  # the last one counts
     last = await shop.click("buy now")
-    assert last.startswith("Thank you for shopping with us! [SEP] Your code: [SEP] None [SEP] (Paste it in your MTurk")
+    assert last.startswith(
+        "Thank you for shopping with us! [SEP] Your code: [SEP] None [SEP] (Paste it in your MTurk"
+    )
     assert f"Purchased [SEP] asin [SEP] {one.asin} [SEP]" in last
     assert re.search(r"Your score \(min 0.0, max 1.0\) \[SEP\] [\d.]+ \[SEP\] Reward Details \[SEP\] None$", last)
     assert shop.done

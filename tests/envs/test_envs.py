@@ -108,14 +108,17 @@ async def test_unknown_sandbox_settings_are_rejected_by_name(family: str) -> Non
             af.errors.SettingsError,
             re.compile(rf"unexpected keyword argument '{wrong}'; it takes .*seconds=, .*memory_mb="),
         )
-    agent = module.agent(af.ScriptedEngine(["x"]), chat=af.tiny.policy().chat, options={"memory_mb": 64, "seconds": 3})
+    agent = module.agent(
+        af.ScriptedEngine(["x"]), chat=af.tiny.policy().chat, options={"memory_mb": 64, "seconds": 3}
+    )
     (pool, *_) = agent.pools
     assert pool.sandbox_type(**pool.options)._sandbox.limits.memory_mb == 64
     for name, parameter in inspect.signature(pool.sandbox_type).parameters.items():
         if name in ("memory_mb", "processes", "cpu_seconds", "disk_mb", "network"):
             assert parameter.default == getattr(pool.sandbox_type()._sandbox.limits, name)
     assert (
-        pool.sandbox_type()._sandbox.max_output == inspect.signature(pool.sandbox_type).parameters["max_output"].default
+        pool.sandbox_type()._sandbox.max_output
+        == inspect.signature(pool.sandbox_type).parameters["max_output"].default
     )
 
 

@@ -65,7 +65,11 @@ SUBMISSIONS = (
         "n must be at most 8, the number of test tasks",
     ),
     (lambda: af.envs.code.tasks(kind="katas"), af.errors.SettingsError, "got 'katas'"),
-    (lambda: af.envs.code.load("mbpp.jsonl"), af.errors.TaskError, "no such file; pass the path of MBPP's mbpp.jsonl"),
+    (
+        lambda: af.envs.code.load("mbpp.jsonl"),
+        af.errors.TaskError,
+        "no such file; pass the path of MBPP's mbpp.jsonl",
+    ),
     *((lambda given=given: position(*given), af.errors.SettingsError, "must not be NaN") for given in LEADERBOARDS),
     *((lambda text=text: read_submission(text, range(2)), af.ToolError, words) for text, words in SUBMISSIONS),
     *((lambda spec=spec: Rubric.from_spec(spec), af.errors.SettingsError, "") for spec in RUBRICS),

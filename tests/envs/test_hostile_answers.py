@@ -16,7 +16,9 @@ from agentfly_kit.envs import qa, retrieval
 from agentfly_kit.envs.alfworld import official
 from agentfly_kit.envs.alfworld.house import House
 
-INSTALLED = [name for name in af.envs.FAMILIES if not getattr(af.envs, name).family.missing and name != "scienceworld"]
+INSTALLED = [
+    name for name in af.envs.FAMILIES if not getattr(af.envs, name).family.missing and name != "scienceworld"
+]
 LONG = 100_000
 
 ANSWERS = (
@@ -102,7 +104,9 @@ READERS: dict[str, Callable[[str], Any]] = {
     "exact": lambda text: af.envs.exact.same(text, "1"),
     "judge": lambda text: af.envs.judge._CHECKS["says"](text, "fig"),
     "judging": af.envs.judge.judging.escaped,
-    "judging, scores": lambda text: af.envs.judge.judging.read_scores(text, af.envs.judge.Rubric.from_spec({"a": "x"})),
+    "judging, scores": lambda text: af.envs.judge.judging.read_scores(
+        text, af.envs.judge.Rubric.from_spec({"a": "x"})
+    ),
     "judging, lines": lambda text: af.envs.judge.judging.read_scores(
         f"<scores>{text}</scores>", af.envs.judge.Rubric.from_spec({"a": "x"})
     ),
@@ -121,7 +125,9 @@ REPEATED = (
 def test_every_regular_expression_is_listed() -> None:
     folder, found = Path(af.envs.__file__).parent, {}
     for path in sorted(folder.rglob("*.py")):
-        calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+        calls = [
+            ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
+        ]
         used = [name for name in calls if re.fullmatch(r"re\.(?!escape)\w+", name)]
         if used:
             found[path.relative_to(folder).as_posix()] = len(used)

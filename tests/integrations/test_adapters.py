@@ -77,7 +77,9 @@ async def test_fields_and_results_of_rewards_are_checked() -> None:
     def gold(completions: Any, gold: Any) -> Any:
         return [1.0, 2.0]
 
-    await errors.check(lambda: chain(af.trl.reward(gold)), af.errors.TaskError, "reward gold requires the field 'gold'")
+    await errors.check(
+        lambda: chain(af.trl.reward(gold)), af.errors.TaskError, "reward gold requires the field 'gold'"
+    )
     t = await chain(af.trl.reward(gold), af.Task("a", SUM.messages, {"gold": "5"}))
     assert t.reward is None and "must return a list with one number per completion, got [" in str(t.error)
 
@@ -160,7 +162,10 @@ async def test_environments_of_trl() -> None:
         return [float(each.value) for each in environments]
 
     agent = af.envs.agent(
-        environment, af.ScriptedEngine(script), chat=agents.chat(), reward=af.trl.reward(value, environment=environment)
+        environment,
+        af.ScriptedEngine(script),
+        chat=agents.chat(),
+        reward=af.trl.reward(value, environment=environment),
     )
     assert (await agent.rollout(COUNT))[0].reward == 2.0
     missing = type("Missing", (Counter,), {"reset": lambda self, goal: None})

@@ -16,7 +16,10 @@ ROWS: tuple[tuple[Any, str], ...] = (
     ([{"question": "a"}], "row 0: a row must have the columns "),
     ([{"prompt": 3, "completion": "a"}], "must be a string or a list of messages, got 3"),
     ([{"prompt": "a", "completion": [{"content": "a"}]}], "must be a string or a list of messages"),
-    ([{"messages": [{"role": "assistant", "content": "a"}]}], "must begin with a message that is not the assistant's"),
+    (
+        [{"messages": [{"role": "assistant", "content": "a"}]}],
+        "must begin with a message that is not the assistant's",
+    ),
     ([{"traces": [{"nodes": []}]}], "the verifiers trace is damaged or has an unsupported version (KeyError"),
     ([{"traces": [{"task": {"data": {}}, "nodes": [{"parent": 0}]}]}], "the parent of a node must precede it"),
     ([{"messages": []}], "must begin with"),
@@ -64,7 +67,11 @@ def call(**fields: Any) -> Any:
 
 @errors.table(
     (lambda: af.trl.reward(ours), af.errors.RewardError, "ours must have a parameter `completions` "),
-    (lambda: af.trl.reward(environments), af.errors.RewardError, "has a parameter `environments`; pass the class too"),
+    (
+        lambda: af.trl.reward(environments),
+        af.errors.RewardError,
+        "has a parameter `environments`; pass the class too",
+    ),
     (
         lambda: af.trl.reward(traced),
         af.errors.RewardError,

@@ -168,7 +168,9 @@ def test_a_rollout_equals_that_of_one_process(three: tuple[af.Agent, Any]) -> No
     async def go() -> None:
         same(await given.rollout(tasks(8), 4, index=3, workers=workers), await given.rollout(tasks(8), 4, index=3))
         limited = {"group_budget": af.Budget(turns=5), "max_concurrency": 2}
-        same(await given.rollout(tasks(4), 3, workers=workers, **limited), await given.rollout(tasks(4), 3, **limited))
+        same(
+            await given.rollout(tasks(4), 3, workers=workers, **limited), await given.rollout(tasks(4), 3, **limited)
+        )
 
     asyncio.run(go())
 
@@ -325,7 +327,9 @@ def merged(first: Any, second: Any) -> Any:
     return first
 
 
-@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "overlap", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.soak)]
+)
 def test_a_training_run_equals_that_of_one_process(cluster: Any, overlap: int) -> None:
     config = SMALL.replace(steps=3, evaluate_every=3, overlap=overlap)
 
@@ -534,7 +538,9 @@ def test_close_leaves_no_process(cluster: Any) -> None:
     workers.close()
     blocking_until(lambda: not any(alive(pid) for pid in pids))
     errors.check(
-        lambda: scripted(["x"]).rollout(tasks(1), workers=workers), af.errors.SettingsError, "these workers are closed"
+        lambda: scripted(["x"]).rollout(tasks(1), workers=workers),
+        af.errors.SettingsError,
+        "these workers are closed",
     )
     assert repr(workers) == "Workers(closed)"
 

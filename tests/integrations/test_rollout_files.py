@@ -93,7 +93,10 @@ def test_message_logs(tmp_path: Path) -> None:
     assert (t.reward, t.final, t.task.messages[-1]["content"]) == (None, "5", "2+3?[image_url]")
     good, bad = t.turns[1].tool_calls
     assert good.arguments == {"x": 2} and bad.error is not None and bad.raw == "{broken"
-    assert [(call.id, call.result and call.result.observation) for call in t.tool_calls] == [("b", "error"), ("a", "5")]
+    assert [(call.id, call.result and call.result.observation) for call in t.tool_calls] == [
+        ("b", "error"),
+        ("a", "5"),
+    ]
     again = af.Rollout.load(af.read_rollouts(path).save(tmp_path / "rollout.jsonl"))
     assert again[0].messages == t.messages
 

@@ -83,7 +83,9 @@ async def test_spans_repeat_the_trajectories(recorder: Recorder) -> None:
 async def test_names_are_those_of_the_conventions(recorder: Recorder) -> None:
     await agent(watch=recorder.watch).rollout(tasks(2))
     spans = recorder.exporter.get_finished_spans()
-    known = {v for module in (gen_ai_attributes, error_attributes) for v in vars(module).values() if isinstance(v, str)}
+    known = {
+        v for module in (gen_ai_attributes, error_attributes) for v in vars(module).values() if isinstance(v, str)
+    }
     names = {key for span in spans for key in span.attributes}
     names |= {key for span in spans for event in span.events for key in event.attributes}
     assert len(names) > 10
@@ -298,7 +300,9 @@ async def test_an_otlp_receiver_gets_the_traces(receiver: tuple[str, list[Any]])
     address, received = receiver
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(BatchSpanProcessor(exporter.OTLPSpanExporter(address, timeout=GUARD)))
-    rollout = await agent(watch=af.traces.opentelemetry(provider.get_tracer("kit"), content=True)).rollout(tasks(4), 4)
+    rollout = await agent(watch=af.traces.opentelemetry(provider.get_tracer("kit"), content=True)).rollout(
+        tasks(4), 4
+    )
     provider.shutdown()
     spans = [s for r in received for of in r.resource_spans for scope in of.scope_spans for s in scope.spans]
     assert len({s.trace_id for s in spans}) == 16

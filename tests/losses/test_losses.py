@@ -139,7 +139,10 @@ LOSSES: dict[str, tuple[Loss, Any]] = {
     "kl k1": (lambda lp, ref, _, m: af.losses.kl(lp, ref, "k1", m), tokenwise(lambda p, _, q, a: p - q)),
     "kl abs": (lambda lp, ref, _, m: af.losses.kl(lp, ref, "abs", m), tokenwise(lambda p, _, q, a: abs(p - q))),
     "kl k2": (lambda lp, ref, _, m: af.losses.kl(lp, ref, "k2", m), tokenwise(lambda p, _, q, a: (p - q) ** 2 / 2)),
-    "kl k3": (lambda lp, ref, _, m: af.losses.kl(lp, ref, "k3", m), tokenwise(lambda p, _, q, a: E(q - p) - 1 + p - q)),
+    "kl k3": (
+        lambda lp, ref, _, m: af.losses.kl(lp, ref, "k3", m),
+        tokenwise(lambda p, _, q, a: E(q - p) - 1 + p - q),
+    ),
     "kl k3+": (
         lambda lp, ref, _, m: af.losses.kl(lp, ref, "k3+", m),
         tokenwise(lambda p, f, q, a: E(q - f) - 1 + f - q + ((p - q) ** 2 - (f - q) ** 2) / 2),
@@ -246,7 +249,11 @@ def test_values_and_gradients_equal_the_loop(loss: str, mask: list[list[int]]) -
                 moved = [list(row) for row in rows[0]]
                 moved[b][i] += h
                 ends.append(slow_aggregate(slow(moved, *rows[1:]), *rest))
-            assert gradient[b, t].item() == pytest.approx((ends[0] - ends[1]) / 2e-5, abs=1e-7, rel=1e-6), (name, b, t)
+            assert gradient[b, t].item() == pytest.approx((ends[0] - ends[1]) / 2e-5, abs=1e-7, rel=1e-6), (
+                name,
+                b,
+                t,
+            )
 
 
 @pytest.mark.parametrize("mask", MASKS.values(), ids=MASKS)

@@ -12,7 +12,11 @@ X, M = torch.zeros(2, 3), torch.ones(2, 3)
 
 @errors.table(
     (lambda: af.losses.aggregate(X, M, "mean"), af.errors.SettingsError, "got 'mean'"),
-    (lambda: af.losses.aggregate(X, M, "fixed"), af.errors.SettingsError, "given if and only if how='fixed', got None"),
+    (
+        lambda: af.losses.aggregate(X, M, "fixed"),
+        af.errors.SettingsError,
+        "given if and only if how='fixed', got None",
+    ),
     (
         lambda: af.losses.aggregate(X, M, "token_mean", denominator=3),
         af.errors.SettingsError,
@@ -24,7 +28,11 @@ X, M = torch.zeros(2, 3), torch.ones(2, 3)
         af.errors.AlignmentError,
         "trajectory_index must have the shape (2,), got (3,)",
     ),
-    (lambda: af.losses.ppo(X, X, X, M[:, :2]), af.errors.AlignmentError, "mask must have the shape (2, 3), got (2, 2)"),
+    (
+        lambda: af.losses.ppo(X, X, X, M[:, :2]),
+        af.errors.AlignmentError,
+        "mask must have the shape (2, 3), got (2, 2)",
+    ),
     (
         lambda: af.losses.ppo(X, X, torch.zeros(3), M),
         af.errors.AlignmentError,

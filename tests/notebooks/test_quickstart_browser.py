@@ -52,7 +52,8 @@ def test_an_interrupted_training_cell_goes_on_when_it_is_run_again(lab: browser.
         time.sleep(1)
         assert len(steps(file)) == done
         assert (
-            page.python("[t.get_name() for t in __import__('asyncio').all_tasks() if 'agentfly' in t.get_name()]") == []
+            page.python("[t.get_name() for t in __import__('asyncio').all_tasks() if 'agentfly' in t.get_name()]")
+            == []
         )
 
         page.page.evaluate(

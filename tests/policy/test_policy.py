@@ -51,7 +51,11 @@ def test_scores_do_not_depend_on_the_split_or_the_padding() -> None:
     whole = policy.score(batch, {"logprob"})["logprob"]
     for micro in (1, 20, 40):
         torch.testing.assert_close(
-            policy.score(batch, {"logprob"}, micro_tokens=micro)["logprob"], whole, atol=1e-5, rtol=1e-5, equal_nan=True
+            policy.score(batch, {"logprob"}, micro_tokens=micro)["logprob"],
+            whole,
+            atol=1e-5,
+            rtol=1e-5,
+            equal_nan=True,
         )
     wide = SimpleNamespace(**vars(batch))
     wide.ids = torch.cat([batch.ids, torch.full((3, 30), 5)], 1)

@@ -32,7 +32,11 @@ def scored_at_0() -> Any:
         (lambda n=n: fresh().score(rows(), {"hidden"}, layers=n), af.errors.SettingsError, LAYERS)
         for n in ((), (3,), (-4,))
     ),
-    (lambda: af.Policy.load("./none"), af.errors.PolicyError, "must be a folder written by Policy.save or a hub name"),
+    (
+        lambda: af.Policy.load("./none"),
+        af.errors.PolicyError,
+        "must be a folder written by Policy.save or a hub name",
+    ),
     (
         lambda: af.Policy.load("none", value_head="apart"),
         af.errors.SettingsError,

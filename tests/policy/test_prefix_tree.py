@@ -176,14 +176,22 @@ def test_prefix_sharing_is_exact_for_every_kind_of_attention(
         ("mamba", {"state_size": 8}, "layers of type 'linear_attention'"),
         ("lfm2", {"layer_types": ["conv", "full_attention", "conv"]}, "layers of type 'conv'"),
         ("gpt_neo", GPT_NEO, "restricts attention by window_size"),
-        ("llama4_text", WINDOWED["llama4_text"] | {"attn_temperature_tuning": True}, "scales queries by their column"),
+        (
+            "llama4_text",
+            WINDOWED["llama4_text"] | {"attn_temperature_tuning": True},
+            "scales queries by their column",
+        ),
         ("bloom", {"n_layer": 2, "n_head": 4}, "a trial raised ValueError"),  # counts positions in the mask
         ("mpt", {"n_layers": 2, "n_heads": 4, "d_model": 48}, "a trial gave other hidden states"),  # ALiBi
         ("flash", {}, "attention implementation 'flash_attention_2' takes no masks"),
     ],
 )
 def test_other_models_compute_rows_separately_and_show_why(
-    family: str, changes: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    family: str,
+    changes: dict[str, Any],
+    reason: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(forward, "_MASKED_ATTENTION_COST", 1e-9)
     made = model("qwen2" if family == "flash" else family, **changes)
@@ -220,4 +228,6 @@ def assert_refuses_long_rows(policy: af.Policy) -> None:
     rows.lengths[0] = 65
     policy.score(rows)
     rows.lengths[0] = 66
-    errors.check(lambda: policy.score(rows), af.errors.PolicyError, "rows must have at most 65 tokens, got 66, because")
+    errors.check(
+        lambda: policy.score(rows), af.errors.PolicyError, "rows must have at most 65 tokens, got 66, because"
+    )

@@ -22,7 +22,9 @@ async def test_a_pretrained_model_answers_and_takes_a_step_with_an_adapter():
     def alternating() -> float:
         return float(next(numbers) % 2)
 
-    agent = af.Agent(af.LocalEngine(policy), chat=policy.chat, reward=alternating, sampling=af.Sampling(max_tokens=24))
+    agent = af.Agent(
+        af.LocalEngine(policy), chat=policy.chat, reward=alternating, sampling=af.Sampling(max_tokens=24)
+    )
     tasks = af.tasks_from([{"question": "What is the capital of France?"}])
     greedy = await agent.replace(sampling=af.Sampling(temperature=0.0, max_tokens=24)).rollout(tasks)
     assert greedy.trajectories[0].final == "The capital of France is Paris."

@@ -150,7 +150,15 @@ async def test_snapshot():
         lease = await pool.acquire("second")
         lease.turn = "turn 3 of 6"
         s = pool.snapshot()
-        assert (s.sandbox_type, s.size, s.leased, s.idle, s.starting, s.waiting, s.dead) == ("Notes", 2, 1, 0, 0, 0, 0)
+        assert (s.sandbox_type, s.size, s.leased, s.idle, s.starting, s.waiting, s.dead) == (
+            "Notes",
+            2,
+            1,
+            0,
+            0,
+            0,
+            0,
+        )
         assert [(x.owner, x.id, x.turn) for x in s.leases] == [("second", lease.id, "turn 3 of 6")]
         assert [(x.id, x.state, x.owner, x.uses) for x in s.sandboxes] == [(1, "leased", "second", 2)]
         await pool.release(lease)

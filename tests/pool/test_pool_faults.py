@@ -48,7 +48,9 @@ def call(code: str) -> str:
 
 def script(task: Any, turn: int) -> str:
     n = task.fields["n"]
-    return [call(f"x = [{n}]"), call("x.append(x[0] + 1)"), call("import time; time.sleep(0.01); sum(x)"), "done"][turn]
+    return [call(f"x = [{n}]"), call("x.append(x[0] + 1)"), call("import time; time.sleep(0.01); sum(x)"), "done"][
+        turn
+    ]
 
 
 SHARE = 0.3

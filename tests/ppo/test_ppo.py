@@ -132,7 +132,9 @@ def test_the_step_matches_its_definition(options: dict[str, float]) -> None:
         assert stats.kl_reference == pytest.approx(float(kl_ref), abs=1e-5)
 
 
-@pytest.mark.parametrize("how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "trajectory_mean"])
+@pytest.mark.parametrize(
+    "how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "trajectory_mean"]
+)
 def test_the_result_does_not_depend_on_order_or_padding(how: Any) -> None:
     policy = random_policy(0)
     batch = batch_of(policy, stale=0.1)
@@ -294,7 +296,9 @@ async def test_a_batch_of_another_tokenizer_is_rejected(tmp_path: Path, monkeypa
     for chains in (rollout, loaded):
         batch = af.collate(chains, [1.0, -1.0, 1.0, -1.0])
         errors.check(
-            lambda batch=batch: af.ppo_step(lookup, af.adamw(lookup), batch), af.errors.BatchError, "another tokenizer"
+            lambda batch=batch: af.ppo_step(lookup, af.adamw(lookup), batch),
+            af.errors.BatchError,
+            "another tokenizer",
         )
     await errors.check(lambda: af.imitate(lookup, shown), af.errors.BatchError, "af.envs.lookup.expert(policy)")
     own = await af.envs.lookup.expert(lookup).rollout(af.envs.lookup.tasks(4, "train"))
@@ -388,7 +392,8 @@ def test_a_stale_batch_is_rejected_unless_allowed() -> None:
     )
     assert torch.equal(weights(policy), before)
     assert (
-        af.ppo_step(policy, af.adamw(policy, 1e-9), batch, af.PPOConfig(max_lag=None, correction="token")).updates == 1
+        af.ppo_step(policy, af.adamw(policy, 1e-9), batch, af.PPOConfig(max_lag=None, correction="token")).updates
+        == 1
     )
 
 
@@ -406,7 +411,9 @@ def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monk
             return real(*args)
 
         monkeypatch.setattr(step, "clip_and_step", stop)
-        errors.check(lambda: af.ppo_step(wanted, af.adamw(wanted), batch, af.PPOConfig(minibatch=2)), KeyboardInterrupt)
+        errors.check(
+            lambda: af.ppo_step(wanted, af.adamw(wanted), batch, af.PPOConfig(minibatch=2)), KeyboardInterrupt
+        )
         monkeypatch.undo()
     clips, real_clip = itertools.count(), torch.nn.utils.clip_grad_norm_
 
@@ -465,7 +472,9 @@ def test_a_set_cancel_event_prevents_the_first_update() -> None:
     policy = random_policy(0)
     cancel = threading.Event()
     cancel.set()
-    errors.check(lambda: af.ppo_step(policy, af.adamw(policy), batch_of(policy), cancel=cancel), asyncio.CancelledError)
+    errors.check(
+        lambda: af.ppo_step(policy, af.adamw(policy), batch_of(policy), cancel=cancel), asyncio.CancelledError
+    )
     assert policy.version == 0
 
 

@@ -23,7 +23,16 @@ CASES: dict[str, dict[str, Any]] = {
     "value and reference": {"kl_coef": 0.1, "aggregate": "trajectory_mean", "target_kl": 10.0},
     "stops early": {"minibatch": 4, "epochs": 4, "target_kl": 1e-12},
 }
-NUMBERS = ("loss", "policy_loss", "value_loss", "kl_reference", "approx_kl", "clip_fraction", "ratio_max", "grad_norm")
+NUMBERS = (
+    "loss",
+    "policy_loss",
+    "value_loss",
+    "kl_reference",
+    "approx_kl",
+    "clip_fraction",
+    "ratio_max",
+    "grad_norm",
+)
 
 
 def prepared() -> tuple[af.Policy, af.Batch]:
@@ -102,7 +111,9 @@ def test_two_processes_compute_the_step_of_one(tmp_path: Path) -> None:
         for rank in ranks:
             got, wanted = rank[name], alone[name]
             agents.assert_same_gradient(got["gradients"], wanted["gradients"], name)
-            assert got["sampler_gap"] == pytest.approx(wanted["sampler_gap"], abs=1e-6) == pytest.approx(0.01, abs=1e-4)
+            assert (
+                got["sampler_gap"] == pytest.approx(wanted["sampler_gap"], abs=1e-6) == pytest.approx(0.01, abs=1e-4)
+            )
     assert torch.equal(ranks[0]["weights"], ranks[1]["weights"])
     # Adam divides by the size of the gradient, so the sign of its step is arbitrary where the gradient is about 0.
     away = (ranks[0]["weights"] - alone["weights"]).abs()

@@ -63,7 +63,11 @@ def unlike_a_loss(logprobs: Any, old: Any, adv: Any, mask: Any) -> Any:
     (lambda: stepped(old_logprobs="new"), af.errors.SettingsError, "got 'new'"),
     (lambda: stepped(kl_coef=0.1), af.errors.SettingsError, "needs reference="),
     (lambda: stepped(kl_coef=-0.1), af.errors.SettingsError, "kl_coef must be a finite number of at least 0"),
-    (lambda: stepped(entropy_coef=-0.1), af.errors.SettingsError, "entropy_coef must be a finite number of at least 0"),
+    (
+        lambda: stepped(entropy_coef=-0.1),
+        af.errors.SettingsError,
+        "entropy_coef must be a finite number of at least 0",
+    ),
     (lambda: stepped(aggregate="mean"), af.errors.SettingsError, "aggregate must be one of 'token_mean'"),
     (lambda: stepped(aggregate="fixed"), af.errors.SettingsError, "denominator"),
     (lambda: stepped(clip=-1.0), af.errors.SettingsError, "clip"),
@@ -93,8 +97,16 @@ def unlike_a_loss(logprobs: Any, old: Any, adv: Any, mask: Any) -> Any:
         af.errors.BatchError,
         "batch must have finite advantages",
     ),
-    (lambda: changed(mask=BATCH.mask * 0.5), af.errors.AlignmentError, "mask must be a bool tensor, got torch.float32"),
-    (lambda: changed(mask=BATCH.mask.long()), af.errors.AlignmentError, "mask must be a bool tensor, got torch.int64"),
+    (
+        lambda: changed(mask=BATCH.mask * 0.5),
+        af.errors.AlignmentError,
+        "mask must be a bool tensor, got torch.float32",
+    ),
+    (
+        lambda: changed(mask=BATCH.mask.long()),
+        af.errors.AlignmentError,
+        "mask must be a bool tensor, got torch.int64",
+    ),
     (lambda: changed(mask=torch.ones_like(BATCH.mask)), af.errors.AlignmentError, "mask must be False "),
     (
         lambda: changed(logprobs=BATCH.logprobs * math.nan),

@@ -375,7 +375,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return agents.shipped().copy().save(tmp_path_factory.mktemp("policy"))
 
 
-def test_an_adapter_finds_its_base_from_any_folder(saved: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_adapter_finds_its_base_from_any_folder(
+    saved: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The path of the base was relative to the working directory. One may also be relative to the adapter."""
     pytest.importorskip("peft")
     monkeypatch.chdir(saved.parent)
@@ -414,7 +416,9 @@ def test_an_adapter_is_trained_and_its_base_is_the_reference(saved: Any, tmp_pat
     assert not (tmp_path / "adapter" / "model.safetensors").exists()
     torch.testing.assert_close(again.score(batch, {"logprob"})["logprob"], moved, equal_nan=True)
     merged = af.Policy.load(policy.merged().save(tmp_path / "merged"))
-    torch.testing.assert_close(merged.score(batch, {"logprob"})["logprob"], moved, equal_nan=True, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        merged.score(batch, {"logprob"})["logprob"], moved, equal_nan=True, rtol=1e-4, atol=1e-4
+    )
     assert set(policy.state()) == {k for k in policy.model.state_dict() if "lora_" in k}
     other = af.Policy.load(saved, lora=4)
     other.load_state(policy.state())
@@ -470,7 +474,9 @@ async def test_a_kl_in_the_reward_is_summed_over_the_row_for_outcomes() -> None:
     builder.config = builder.config.replace(advantage="reinforce_plus_plus", whiten=False)
     batch = builder.build(rollout, 0.2)
     wanted = af.advantages.reinforce_plus_plus(
-        torch.where(batch.mask, af.shaped_rewards(batch.replace(ref_logprobs=ref), 0.2), 0.0), batch.mask, whiten=False
+        torch.where(batch.mask, af.shaped_rewards(batch.replace(ref_logprobs=ref), 0.2), 0.0),
+        batch.mask,
+        whiten=False,
     )
     torch.testing.assert_close(batch.advantages[batch.mask], wanted[batch.mask])
 

@@ -83,7 +83,9 @@ def test_masked_trajectories_still_count_in_their_group() -> None:
     lost = trajectory(None, [[("task", 2), ("policy", 2)]] * 2, name="g/2", reward=None, stop="error", seed=2)
     batch = af.collate([cut, good, lost], af.advantages.dr_grpo, truncated="mask", per="row")
     assert batch.advantages[:, 2].tolist() == pytest.approx([2 / 3])
-    assert af.collate([cut, good, lost], af.advantages.dr_grpo, truncated="mask").advantages[0, 2] == pytest.approx(0.5)
+    assert af.collate([cut, good, lost], af.advantages.dr_grpo, truncated="mask").advantages[0, 2] == pytest.approx(
+        0.5
+    )
 
 
 def test_rewards_are_at_the_tokens_that_earned_them() -> None:

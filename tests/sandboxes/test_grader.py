@@ -248,7 +248,9 @@ async def test_a_time_limit_applies_to_one_test(source: str):
 async def test_memory_limit_and_time_limit_of_all_tests():
     grade = await graded("def add(a, b): return len(bytearray(2**30))", "assert add(1, 2) == 3", "assert True")
     assert (passed(grade), grade.verdicts[0].limit) == ([False, True], "memory")
-    many = await graded("def add(a, b):\n    while True: pass", *["assert add(1, 2) == 3"] * 50, timeout=0.3, total=0.5)
+    many = await graded(
+        "def add(a, b):\n    while True: pass", *["assert add(1, 2) == 3"] * 50, timeout=0.3, total=0.5
+    )
     assert passed(many) == [False] * 50 and "all tests" in (many.verdicts[-1].error or "")
 
 

@@ -204,7 +204,9 @@ async def test_only_its_own_folders_can_be_written_and_a_reset_empties_them(sand
     searched, done = eval((await attack(sandbox, code)).value or "()")
     assert searched and {"/tmp"} <= set(done) <= {"/tmp", "/dev/shm", "/dev/mqueue", "/var/tmp"}, done
     await sandbox.reset()
-    assert (await sandbox.run(f"import os\n[os.listdir(place) for place in {done}]")).value == repr([[] for _ in done])
+    assert (await sandbox.run(f"import os\n[os.listdir(place) for place in {done}]")).value == repr(
+        [[] for _ in done]
+    )
 
 
 async def test_files_fill_their_own_disk_only(sandbox: af.PythonSandbox):

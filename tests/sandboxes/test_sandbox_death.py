@@ -195,14 +195,18 @@ async def test_a_kill_for_the_machines_memory_is_the_hosts_failure(level: str):
         await errors.check(
             lambda: sandbox.run(HOG), af.errors.SandboxError, "the machine ran out of memory and killed a process"
         )
-    async with af.ShellSandbox(isolation=level) as shell:  # here a child process is killed, and the interpreter answers
+    async with af.ShellSandbox(
+        isolation=level
+    ) as shell:  # here a child process is killed, and the interpreter answers
         await errors.check(
             lambda: shell.run(f"python -c '{HOG}'"), af.errors.SandboxError, "the machine ran out of memory"
         )
 
 
 @pytest.mark.parametrize("machine_kills", [0, 1])
-async def test_without_control_groups_the_machines_counter_decides(machine_kills: int, monkeypatch: pytest.MonkeyPatch):
+async def test_without_control_groups_the_machines_counter_decides(
+    machine_kills: int, monkeypatch: pytest.MonkeyPatch
+):
     """The sender of a SIGKILL is unknown. It is taken to be the code unless the machine killed a process meanwhile."""
     monkeypatch.setattr(isolation, "hierarchy", lambda: None)
     kills = 5
@@ -212,7 +216,9 @@ async def test_without_control_groups_the_machines_counter_decides(machine_kills
         kills += machine_kills
         if machine_kills:
             await errors.check(
-                lambda: sandbox.run("os.kill(os.getpid(), 9)"), af.errors.SandboxError, "the machine ran out of memory"
+                lambda: sandbox.run("os.kill(os.getpid(), 9)"),
+                af.errors.SandboxError,
+                "the machine ran out of memory",
             )
         else:
             assert (await sandbox.run("os.kill(os.getpid(), 9)")).error == "the interpreter was ended by signal 9"

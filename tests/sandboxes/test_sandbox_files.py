@@ -24,7 +24,9 @@ async def test_read_write_list_grep(level: str):
         assert await sandbox.list("src") == ("src/main.py",)
         assert await sandbox.read("src/main.py") == CODE
         assert await sandbox.read("src/main.py", 2, 2) == "    return 1\n"
-        assert await sandbox.read("./src/../src/main.py", 5, numbers=True) == "     5\tdef g():\n     6\t    return 1\n"
+        assert (
+            await sandbox.read("./src/../src/main.py", 5, numbers=True) == "     5\tdef g():\n     6\t    return 1\n"
+        )
         for text, told in (("é\n\0", "written, 2 lines"), ("b\n", "overwritten, 1 line")):
             assert await sandbox.write("new/deep/a.txt", text) == f"new/deep/a.txt: {told}"
         found = await sandbox.grep(r"return \d")
@@ -41,7 +43,10 @@ REFUSALS: list[tuple[Callable[[af.FileSandbox], Awaitable[object]], str]] = [
     (lambda s: s.read("src"), "'src' is a folder; list it instead"),
     (lambda s: s.read("data.bin"), "'data.bin' is not text (3 bytes)"),
     (lambda s: s.read("src/main.py", 99), "'src/main.py' has 6 lines; there is no line 99"),
-    (lambda s: s.read("src/main.py", 3, 2), "the first line must be at least 1 and at most the last line, got 3 and 2"),
+    (
+        lambda s: s.read("src/main.py", 3, 2),
+        "the first line must be at least 1 and at most the last line, got 3 and 2",
+    ),
     (lambda s: s.read("src/main.py/x"), "'main.py' is not a folder"),
     (lambda s: s.write("src", "x"), "'src' is a folder"),
     (lambda s: s.write("src/main.py/x", "x"), "is not a folder"),
@@ -82,7 +87,9 @@ async def test_edit_and_undo(level: str):
         await sandbox.write("new.txt", "1")
         mode = (await sandbox.run("chmod 750 new.txt; stat -c %a new.txt")).stdout
         await sandbox.write("new.txt", "2")
-        assert (await sandbox.run("stat -c %a new.txt")).stdout == mode == ("644\n" if level == "landlock" else "750\n")
+        assert (
+            (await sandbox.run("stat -c %a new.txt")).stdout == mode == ("644\n" if level == "landlock" else "750\n")
+        )
         before = "as it was before the last change"
         assert await sandbox.undo("src/main.py") == f"src/main.py: {before}"
         assert await sandbox.read("src/main.py") == CODE
@@ -277,7 +284,9 @@ async def test_a_fork_has_files_shell_and_nothing_in_common(level: str):
         await two.write("README.md", "other")
         assert await one.read("README.md") == "# Fork\n"
         await one.run("mkfifo pipe")
-        await errors.check(lambda: one.fork(two), af.errors.SandboxError, "'work/src/pipe' is a pipe, socket or device")
+        await errors.check(
+            lambda: one.fork(two), af.errors.SandboxError, "'work/src/pipe' is a pipe, socket or device"
+        )
         assert await two.list() == ("README.md", "data.bin", "src/", "src/main.py")
 
 

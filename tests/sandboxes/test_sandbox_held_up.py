@@ -100,7 +100,11 @@ async def test_code_that_stays_stopped_leaves_its_chain_unscored(level: str, mon
 @pytest.mark.parametrize("level", LEVELS)
 async def test_code_that_sleeps_or_computes_uses_up_its_time(level: str) -> None:
     async with af.Pool(af.PythonSandbox, size=1, isolation=level) as pool, pool.lease() as box:
-        for code in ("import time; time.sleep(300)", "while True: pass", "import threading; threading.Event().wait()"):
+        for code in (
+            "import time; time.sleep(300)",
+            "while True: pass",
+            "import threading; threading.Event().wait()",
+        ):
             result = await box.run(code, timeout=0.2)
             assert (result.limit, result.timed_out) == ("time", True)
             assert result.seconds >= 0.2
@@ -109,9 +113,8 @@ async def test_code_that_sleeps_or_computes_uses_up_its_time(level: str) -> None
 STOPPED = "import os, signal\nos.kill(os.getpid(), signal.SIGSTOP)"
 # The parent waits in an uninterruptible state (D) until the child ends. CLONE_VFORK | SIGCHLD.
 CLONE = 56 if platform.machine() == "x86_64" else 220
-FORKED = (
-    f"import ctypes, os, time\nctypes.CDLL(None).syscall({CLONE}, 0x4011, 0, 0, 0, 0) or (time.sleep(300), os._exit(0))"
-)
+FORK = f"ctypes.CDLL(None).syscall({CLONE}, 0x4011, 0, 0, 0, 0)"
+FORKED = f"import ctypes, os, time\n{FORK} or (time.sleep(300), os._exit(0))"
 RENAMED = "import ctypes, time\nctypes.CDLL(None).prctl(15, b'\\xff\\xfe')\ntime.sleep(300)"
 
 

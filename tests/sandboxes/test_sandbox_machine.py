@@ -58,7 +58,9 @@ async def test_nothing_of_the_machine_can_be_changed(sandbox: af.PythonSandbox, 
     # Read-only mounts with many files, and the sandbox's own file systems.
     others = ["/usr", sys.prefix, sys.base_prefix, "/tmp", "/dev/shm", "/dev/pts"]
     paths = [
-        str(path) for folder in ("/dev", "/proc/sys", "/sys/kernel") for path in await asyncio.to_thread(files, folder)
+        str(path)
+        for folder in ("/dev", "/proc/sys", "/sys/kernel")
+        for path in await asyncio.to_thread(files, folder)
     ]
     code = CHANGE.replace("OTHERS", repr(others)).replace(
         "PATHS", repr(["/", "/dev", "/proc", "/proc/cpuinfo", *paths])

@@ -121,7 +121,9 @@ async def test_value_output_and_error(level: str):
 
 async def test_cells_share_one_main_module(sandbox: af.PythonSandbox):
     await sandbox.run("import math\ndef area(r):\n    return math.pi * r ** 2")
-    code = "import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: int\npickle.loads(pickle.dumps(P(3)))"
+    code = (
+        "import dataclasses, pickle\n@dataclasses.dataclass\nclass P:\n    x: int\npickle.loads(pickle.dumps(P(3)))"
+    )
     cells = ("round(area(1), 3)", code, "[area(i) > 0 for i in range(1, 3)]", "__name__")
     assert await each("value", sandbox, *cells) == ["3.142", "P(x=3)", "[True, True]", "'__main__'"]
 
@@ -292,9 +294,9 @@ async def test_a_reset_hides_the_previous_chain(level: str):
         async with pool.lease("second") as again:
             assert again is sandbox
             assert await each("error_type", again, "secret", "leak", "os") == ["NameError"] * 3
-            assert (await again.run("import os, math\nmath.pi > 3.1, os.listdir('.'), 'LEAK' in os.environ")).value == (
-                "(True, [], False)"
-            )
+            assert (
+                await again.run("import os, math\nmath.pi > 3.1, os.listdir('.'), 'LEAK' in os.environ")
+            ).value == ("(True, [], False)")
             code = "[p for p in os.listdir('/proc') if p.isdigit() and 'sleep' in open(f'/proc/{p}/cmdline').read()]"
             if level == "strict":
                 assert (await again.run(code)).value == "[]"
@@ -581,7 +583,11 @@ def test_a_level_below_strict_warns_once(monkeypatch: pytest.MonkeyPatch):
     level = isolation.best()
 
     async def start(level: str | None) -> None:
-        async with af.Pool(af.PythonSandbox, isolation=level) as pool, pool.lease(), af.PythonSandbox(isolation=level):
+        async with (
+            af.Pool(af.PythonSandbox, isolation=level) as pool,
+            pool.lease(),
+            af.PythonSandbox(isolation=level),
+        ):
             pass
 
     with warnings.catch_warnings(record=True) as caught:

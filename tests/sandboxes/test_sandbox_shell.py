@@ -226,7 +226,9 @@ async def test_a_cancelled_command_is_interrupted_and_the_next_one_runs(sandbox:
 async def test_a_fork_is_independent(level: str):
     async with af.ShellSandbox(isolation=level) as one, af.ShellSandbox(isolation=level) as two:
         await two.run("echo old > old; OLD=1; cd /usr")
-        await one.run("mkdir -p d; cd d; A='it''s \"5\"'; export B=6; C=(1 'b c'); f() { echo f$A; }; alias g='echo g'")
+        await one.run(
+            "mkdir -p d; cd d; A='it''s \"5\"'; export B=6; C=(1 'b c'); f() { echo f$A; }; alias g='echo g'"
+        )
         await one.run(
             "umask 077; set -u; shopt -s extglob; printf 'x\\0y' > bin; chmod 741 bin; ln -s bin link; mkdir e"
         )

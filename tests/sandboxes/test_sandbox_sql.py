@@ -252,7 +252,8 @@ def test_invalid_values_from_inside():
         {"$bytes": "?"}, {"$timedelta": [10**30]}, {"$dict": [[{}, 1]]}, {"$set": [[]]}, {"$int": "x"},
     ):  # fmt: skip
         errors.check(
-            lambda: af.SQLSandbox()._read_answer(reply | {"rows": [[value]]}), (TypeError, ValueError, ArithmeticError)
+            lambda: af.SQLSandbox()._read_answer(reply | {"rows": [[value]]}),
+            (TypeError, ValueError, ArithmeticError),
         )
 
 

@@ -19,7 +19,11 @@ PATHS = ("", "/abs", "../out", "a/../../b", "a/", "a\0")
         "cpu_seconds must be a finite number",
     ),
     (lambda: af.PythonSandbox(disk_mb=-1), af.errors.SettingsError, "disk_mb must be an integer of at least 1"),
-    (lambda: af.PythonSandbox(max_output=3), af.errors.SettingsError, "max_output must be an integer of at least 256"),
+    (
+        lambda: af.PythonSandbox(max_output=3),
+        af.errors.SettingsError,
+        "max_output must be an integer of at least 256",
+    ),
     (
         lambda: af.PythonSandbox(isolation="docker"),
         af.errors.SettingsError,
@@ -39,7 +43,11 @@ PATHS = ("", "/abs", "../out", "a/../../b", "a/", "a\0")
     ),
     (lambda: af.SQLSandbox(database="/nowhere.db"), af.errors.SettingsError, "must be an existing file"),
     (lambda: af.SQLSandbox(max_rows=0), af.errors.SettingsError, "max_rows must be an integer of at least 1"),
-    (lambda: af.Container("x", mounts={"data": "/data"}), af.errors.SettingsError, "absolute paths to absolute paths"),
+    (
+        lambda: af.Container("x", mounts={"data": "/data"}),
+        af.errors.SettingsError,
+        "absolute paths to absolute paths",
+    ),
 )
 async def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
     await errors.check(call, error, text)

@@ -200,7 +200,9 @@ def test_a_short_build_is_reproducible_and_rounded_as_it_ships(tmp_path: Path) -
         ),
     ],
 )  # fmt: skip
-async def test_a_policy_starts_low_and_its_failures_are_scored(name: str, low: float, high: float, count: int) -> None:
+async def test_a_policy_starts_low_and_its_failures_are_scored(
+    name: str, low: float, high: float, count: int
+) -> None:
     sampled = await af.evaluate(agent(name, af.tiny.policy(name)), af.load_tasks(name).test[:count])
     assert low <= sampled.success <= high, sampled
     assert sampled.unscored == 0

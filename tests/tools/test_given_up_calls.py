@@ -160,7 +160,9 @@ async def test_later_calls_of_a_chain_wait_for_a_call_that_was_given_up(tool: An
     pools = [af.Pool(Counter, size=1), af.Pool(Second, size=1)]
     async with pools[0], pools[1], af.Context(TASK, pools=pools) as context:
         await time_out(tool, {"action": "slow"}, context, Counter)
-        later = [asyncio.ensure_future(each.invoke({}, context)) for each in (read_counter, read)[: 1 + (tool is both)]]
+        later = [
+            asyncio.ensure_future(each.invoke({}, context)) for each in (read_counter, read)[: 1 + (tool is both)]
+        ]
         assert (await free.invoke({}, context)).observation == "free"  # calls without a sandbox do not wait
         gate.set()
         assert [(await call).observation for call in later] == ["999", "-1"][: len(later)]

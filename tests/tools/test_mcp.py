@@ -39,7 +39,18 @@ def children() -> set[int]:
 
 async def test_results_errors_and_pictures_of_a_server() -> None:
     async with toolbox.mcp(SERVER, timeout=GUARD) as tools:
-        assert tools.names == ("add", "no_te", "picture", "fail", "flood", "hang", "die", "forget", "change", "chatter")
+        assert tools.names == (
+            "add",
+            "no_te",
+            "picture",
+            "fail",
+            "flood",
+            "hang",
+            "die",
+            "forget",
+            "change",
+            "chatter",
+        )
         assert tools["add"].schema["function"]["description"] == "Add two integers."
         assert (await tools["add"].try_(a=2)).observation == "3"
         assert "was not run" in (await tools["add"].try_(a="two")).observation

@@ -293,7 +293,9 @@ async def test_methods_are_bound_to_their_instance() -> None:
     assert (await first.step.try_(by=3)).observation == "5"
     assert (await second.step.try_(by=1)).observation == "1"
     assert list(parameters(first.step)["properties"]) == ["by"]
-    done = await af.ToolSet([first.step, Counter.double]).call_all([call("step", by=1), call("double", n=4)], context())
+    done = await af.ToolSet([first.step, Counter.double]).call_all(
+        [call("step", by=1), call("double", n=4)], context()
+    )
     assert [c.result.observation for c in done if c.result] == ["6", "8"]
 
 
@@ -371,7 +373,10 @@ CIRCULAR.append(CIRCULAR)
             af.ToolResult(True, "", reward=float("nan")),
             "TypeError: the reward of a ToolResult must be a finite number or",
         ),
-        (af.ToolResult(True, "", reward="1"), "TypeError: the reward of a ToolResult must be a finite number or None"),  # type: ignore[arg-type]
+        (
+            af.ToolResult(True, "", reward="1"),
+            "TypeError: the reward of a ToolResult must be a finite number or None",
+        ),  # type: ignore[arg-type]
     ],
 )
 async def test_return_value_that_cannot_be_converted_fails(value: Any, message: str) -> None:
@@ -497,7 +502,9 @@ async def test_calls_of_one_turn_run_concurrently() -> None:
         barrier.wait()
         return i
 
-    done = await af.ToolSet([meet]).call_all([af.ToolCall(f"call-{i}", "meet", {"i": i}) for i in range(4)], context())
+    done = await af.ToolSet([meet]).call_all(
+        [af.ToolCall(f"call-{i}", "meet", {"i": i}) for i in range(4)], context()
+    )
     assert [(c.id, c.result.observation) for c in done if c.result] == [(f"call-{i}", str(i)) for i in range(4)]
 
 
@@ -748,7 +755,9 @@ async def test_unknown_and_malformed_calls_are_observations() -> None:
     unknown, unreadable = await tools.call_all(
         [call("calculate", x=1), af.ToolCall("call-1", "", {}, error="the tool call is not valid JSON")], context()
     )
-    assert unknown.result == af.ToolResult(False, "there is no tool named 'calculate'; the tools are: calculator, add")
+    assert unknown.result == af.ToolResult(
+        False, "there is no tool named 'calculate'; the tools are: calculator, add"
+    )
     assert unreadable.result == af.ToolResult(False, "the tool call is not valid JSON")
     assert (await af.ToolSet().call(call("x"), context())).observation.endswith("there are no tools")
     assert await tools.call_all([], context()) == ()

@@ -129,7 +129,9 @@ async def test_an_adapter_is_saved_in_the_layout_of_peft(tmp_path: Path) -> None
 async def test_a_checkpoint_of_another_model_changes_nothing(tmp_path: Path) -> None:
     await leave(start(tmp_path / "run", learner()), "break", 1)
     other = learner()
-    deeper = type(other.model)(other.model.config.__class__(**other.model.config.to_dict() | {"intermediate_size": 24}))
+    deeper = type(other.model)(
+        other.model.config.__class__(**other.model.config.to_dict() | {"intermediate_size": 24})
+    )
     folder = tmp_path / "run" / "checkpoint"
     deeper.save_pretrained(folder)
     policy = learner()

@@ -277,7 +277,9 @@ def test_the_fingerprint_includes_sandbox_classes_and_their_options() -> None:
         return pools_of_run
 
     base = found(af.Pool(one))
-    assert base == found(af.Pool(counter(1), size=2, min_idle=1, max_uses=3, start_timeout=5)), "sizes change no chain"
+    assert base == found(af.Pool(counter(1), size=2, min_idle=1, max_uses=3, start_timeout=5)), (
+        "sizes change no chain"
+    )
     python = (af.Pool(af.PythonSandbox), af.Pool(af.PythonSandbox, memory_mb=64))
     others = [af.Pool(two), af.Pool(limited), af.Pool(one, start=1), af.Pool(one, start=2), *python]
     changed = [base, found(), *map(found, (*others, *(af.Pool(af.envs.from_env(make)) for make in (Up, Down))))]

@@ -240,7 +240,9 @@ async def test_a_different_run_is_rejected_with_the_difference(tmp_path: Path) -
         ({"policy": other}, "policy: was"),
     ]
     for change, says in changes:
-        errors.check(lambda: start(tmp_path / "run", **({"policy": policy} | change)), af.RunMismatch, re.compile(says))
+        errors.check(
+            lambda: start(tmp_path / "run", **({"policy": policy} | change)), af.RunMismatch, re.compile(says)
+        )
 
 
 async def test_a_new_run_from_trained_weights_warns(tmp_path: Path) -> None:

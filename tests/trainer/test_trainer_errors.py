@@ -69,7 +69,11 @@ NONE = {"advantage": "none", "teacher_coef": 1.0}
     (lambda: made(truncated="drop"), af.errors.SettingsError, "truncated must be one of"),
     (lambda: made(truncated="bootstrap"), af.errors.SettingsError, "advantage='gae'"),
     (lambda: made(gamma=0.9), af.errors.SettingsError, "leave it at 1.0, got 0.9"),
-    (lambda: made(lam=0.9, advantage="gigpo"), af.errors.SettingsError, "lam has an effect only with advantage 'gae'"),
+    (
+        lambda: made(lam=0.9, advantage="gigpo"),
+        af.errors.SettingsError,
+        "lam has an effect only with advantage 'gae'",
+    ),
     (
         lambda: made(whiten=False, advantage=lambda rewards, groups: rewards),
         af.errors.SettingsError,
@@ -228,7 +232,11 @@ async def tracked_late() -> None:
         af.errors.SettingsError,
         "teacher must have the vocabulary of the policy",
     ),
-    (lambda: distilled(teacher=random_policy()), af.errors.SettingsError, "must have a context of at least 512 tokens"),
+    (
+        lambda: distilled(teacher=random_policy()),
+        af.errors.SettingsError,
+        "must have a context of at least 512 tokens",
+    ),
     (own_teacher, af.errors.SettingsError, "teacher must not be the policy that is trained"),
     (lambda: tracked("wandb"), af.errors.SettingsError, "a tracker must be a function of "),
     (lambda: tracked(lambda: None), af.errors.SettingsError, "a tracker must be a function of "),

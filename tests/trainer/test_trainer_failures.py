@@ -55,7 +55,9 @@ async def test_an_infinite_reward_leaves_only_its_chain_unscored() -> None:
 
 @pytest.mark.parametrize("advantage", ["grpo", "arpo", "gigpo"])
 @pytest.mark.parametrize("branch", [None, af.Branch(initial=2)])
-async def test_a_chain_that_fails_before_its_first_action_is_left_out(advantage: str, branch: af.Branch | None) -> None:
+async def test_a_chain_that_fails_before_its_first_action_is_left_out(
+    advantage: str, branch: af.Branch | None
+) -> None:
     class Failing(af.LocalEngine):
         requests = 0
 
@@ -166,7 +168,9 @@ The process kills itself after the number of function calls in the line, so the 
 
 
 @pytest.mark.filterwarnings("ignore:the run in .* is complete")  # the last process may have finished it
-@pytest.mark.parametrize("overlap", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.soak)])
+@pytest.mark.parametrize(
+    "overlap", [pytest.param(0, marks=pytest.mark.long), pytest.param(1, marks=pytest.mark.soak)]
+)
 def test_a_run_killed_at_random_moments_continues_to_the_same_bits(overlap: int, tmp_path: Path) -> None:
     seed = dice.seed()
     rng = random.Random(seed)

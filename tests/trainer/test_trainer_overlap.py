@@ -50,7 +50,9 @@ async def test_each_rollout_except_the_first_is_one_iteration_old(updated: list[
     assert [at for at, _, _ in updated] == before[:4]
     assert sampled_at == [{0}, {before[0]}, {before[1]}, {before[2]}]
     lags = [s.record["lag"] for s in seen]
-    assert lags == [at - min(vs) for (at, _, _), vs in zip(updated, sampled_at, strict=True)] and lags[1] > lags[0] == 0
+    assert (
+        lags == [at - min(vs) for (at, _, _), vs in zip(updated, sampled_at, strict=True)] and lags[1] > lags[0] == 0
+    )
     assert {config.old_logprobs for _, _, config in updated} == {"engine"}, "the denominator"
     # The second batch was sampled from the initial weights.
     second = updated[1][1]

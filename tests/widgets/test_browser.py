@@ -109,7 +109,9 @@ CURSOR = "(i) => document.querySelector('.afk-lines .afk-cur')?.i === i"
 
 @browser.both
 def test_token_view_by_mouse_and_keys(notebook: Any) -> None:
-    nb = notebook(RECORDS, "ts = [trajectory(i) for i in range(3)]\nview = w.TokenView(step(ts), signal='ratio')\nview")
+    nb = notebook(
+        RECORDS, "ts = [trajectory(i) for i in range(3)]\nview = w.TokenView(step(ts), signal='ratio')\nview"
+    )
     page = nb.run()
     page.wait_for_selector(".afk-tokenview .afk-tok.afk-high")
     nb.wait_python("view.is_open", True)
@@ -395,7 +397,9 @@ def test_the_static_form_survives_an_untrusted_notebook(notebook: Any) -> None:
     token = html.first.locator("span[title^='logprob']").first
     assert "logprob" in str(token.get_attribute("title"))
     assert token.evaluate("(x) => getComputedStyle(x).backgroundColor").startswith("rgba(220, 110, 30")
-    assert "⁹" in str(html.first.text_content()) and "⁹" not in html.first.inner_text()  # hidden if styles are applied
+    assert (
+        "⁹" in str(html.first.text_content()) and "⁹" not in html.first.inner_text()
+    )  # hidden if styles are applied
     assert html.first.locator("wbr").count() > 10
     images = page.locator(".jp-RenderedHTMLCommon img")
     browser.expect(images).to_have_count(5)

@@ -133,7 +133,9 @@ def test_what_a_model_or_a_tool_wrote_is_never_run(notebook: Any) -> None:
     nb = notebook(START, NASTY, *SHOWN, size=(1280, 1600))
     page = nb.run(wait=False)
     nb.finish()
-    page.wait_for_function("(n) => document.querySelectorAll('.jp-OutputArea-output .afk').length >= n", arg=len(SHOWN))
+    page.wait_for_function(
+        "(n) => document.querySelectorAll('.jp-OutputArea-output .afk').length >= n", arg=len(SHOWN)
+    )
     page.wait_for_timeout(1000)
     assert page.evaluate(INSIDE) == [None, []]
     page.evaluate("() => document.querySelectorAll('.afk-tokens').forEach((x) => x.scrollTo(0, x.scrollHeight))")

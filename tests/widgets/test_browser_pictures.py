@@ -109,7 +109,8 @@ def _assert_pictures_shown(nb: Any) -> None:
     """Assert that the page shows the picture of every view in its final state, and no live view."""
     page = nb.page
     page.wait_for_function(
-        "(n) => document.querySelectorAll('.jp-RenderedHTMLCommon.jp-OutputArea-output').length >= n", arg=len(WIDGETS)
+        "(n) => document.querySelectorAll('.jp-RenderedHTMLCommon.jp-OutputArea-output').length >= n",
+        arg=len(WIDGETS),
     )
     text = "\n".join(page.locator(".jp-RenderedHTMLCommon.jp-OutputArea-output").all_inner_texts())
     for shown in FINISHED.values():

@@ -29,7 +29,10 @@ ELEMENTS = re.findall(
     "blockquote dl dt dd kbd q samp var hr ruby rt rp li tr td th s strike summary details",
 )
 # Allowed attributes that the pictures use or might use.
-ATTRIBUTES = {"*": ["align", "alt", "border", "colspan", "height", "open", "rowspan", "title", "width"], "img": ["src"]}
+ATTRIBUTES = {
+    "*": ["align", "alt", "border", "colspan", "height", "open", "rowspan", "title", "width"],
+    "img": ["src"],
+}
 
 
 class Text(HTMLParser):

@@ -93,7 +93,9 @@ def any_run(folder: Path, **numbers: Any) -> af.Run:
 @pytest.mark.parametrize(
     "of",
     [
-        lambda folder: af.Stats(0.1, 0.2, math.nan, math.inf, -1.5, 0.5, dropped={ANYTHING: 3}, phases={ANYTHING: 0.1}),
+        lambda folder: af.Stats(
+            0.1, 0.2, math.nan, math.inf, -1.5, 0.5, dropped={ANYTHING: 3}, phases={ANYTHING: 0.1}
+        ),
         lambda folder: any_policy(),
         lambda folder: any_run(folder, success=0.5, **{ANYTHING: 1.0}),
         lambda folder: any_run(folder, success=ANYTHING, reward=[ANYTHING], entropy={ANYTHING: 1}),

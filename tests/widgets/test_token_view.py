@@ -44,7 +44,9 @@ def test_nothing_in_a_token_becomes_html() -> None:
 def test_the_static_form_marks_mask_and_signal_in_its_text() -> None:
     """Hosts that remove inline styles show brackets and superscript digits instead of colours."""
     t = trajectory(actions=1, width=3)
-    t = t.replace(turns=tuple(dataclasses.replace(x, logprobs=(-0.5, -2.0, -0.1)) if x.sampled else x for x in t.turns))
+    t = t.replace(
+        turns=tuple(dataclasses.replace(x, logprobs=(-0.5, -2.0, -0.1)) if x.sampled else x for x in t.turns)
+    )
     stats = stats_of(batch_of([t]))
     unknown = t.replace(turns=tuple(dataclasses.replace(x, entropies=None) if x.sampled else x for x in t.turns))
     for source, signal, marked, legend in (
@@ -173,7 +175,9 @@ def test_odd_trajectories_are_shown() -> None:
 def test_signals_are_checked() -> None:
     view = w.TokenView(trajectory())
     assert view.signals == ("mask", "logprob", "entropy")
-    errors.check(lambda: setattr(view, "signal", "ratio"), ValueError, "one of mask, logprob, entropy for this source")
+    errors.check(
+        lambda: setattr(view, "signal", "ratio"), ValueError, "one of mask, logprob, entropy for this source"
+    )
     assert view.signal == "mask"
     view.signal = "entropies"
     assert view.signal == "entropy"

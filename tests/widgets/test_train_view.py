@@ -106,7 +106,9 @@ async def test_a_loop_that_is_left_is_stopped_and_continues_where_it_was(tmp_pat
     assert "nothing was trained" in shown(w.TrainView(finished))[1]
 
 
-async def test_a_run_that_ends_after_its_last_record_was_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_run_that_ends_after_its_last_record_was_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(train_view, "_POLL_SECONDS", 0.001)
     run = started(tmp_path / "run", steps=2)
     view = w.TrainView(run)
@@ -174,7 +176,9 @@ async def test_an_interrupted_run_without_a_folder_or_a_step() -> None:
     while run.rollout is None:
         await asyncio.sleep(0)
     going.cancel()
-    await errors.check(lambda: going, asyncio.CancelledError, "after step 0 of 4: no step is kept. To continue, await")
+    await errors.check(
+        lambda: going, asyncio.CancelledError, "after step 0 of 4: no step is kept. To continue, await"
+    )
     assert "no step is kept" in run.describe_kept()
     async with asyncio.timeout(GUARD):  # only an exception of type CancelledError itself becomes a TimeoutError
         with pytest.raises(TimeoutError):
@@ -182,7 +186,9 @@ async def test_an_interrupted_run_without_a_folder_or_a_step() -> None:
                 await run
 
 
-async def test_a_failed_run_shows_the_first_line_of_its_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_failed_run_shows_the_first_line_of_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = started(tmp_path / "run")
     view = w.TrainView(run)
 

@@ -67,7 +67,9 @@ def test_a_number_is_written_the_same_in_the_cell_and_on_the_page() -> None:
     values += [21.125, 0.50125, -1234.5, 10_005_000.0, 2**-20]  # halves
     script = f"""import {{ load }} from {json.dumps(JS.as_uri() + "/load.mjs")};
     const {{ number }} = await load(); console.log(JSON.stringify({json.dumps(values)}.map(number)));"""
-    done = subprocess.run(["node", "--input-type=module", "-e", script], capture_output=True, text=True, timeout=GUARD)
+    done = subprocess.run(
+        ["node", "--input-type=module", "-e", script], capture_output=True, text=True, timeout=GUARD
+    )
     assert json.loads(done.stdout) == [number(v) for v in values]
 
 
@@ -114,7 +116,9 @@ def test_views_and_their_comms_are_freed() -> None:
                 run("0")
             return run("print(len(made), len(comms) - before)")
 
-        run(f"{names}made, comms = weakref.WeakSet(), comm.get_comm_manager().comms; before = len(comms); gc.disable()")
+        run(
+            f"{names}made, comms = weakref.WeakSet(), comm.get_comm_manager().comms; before = len(comms); gc.disable()"
+        )
         run("for _ in range(8): made.add(w.TokenView(trajectory()))")
         assert left() == "0 0\n"
         for _ in range(5):

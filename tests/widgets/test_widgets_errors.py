@@ -66,7 +66,11 @@ def untyped(x):  # type: ignore[no-untyped-def]
     (lambda: charts(["success", "rewrd"]), ValueError, "no field is called 'rewrd'; did you mean 'reward'"),
     (lambda: w.TrainView(FakeRun(20), panels=["metric_later"]), ValueError, "no field is called 'metric_later'"),
     (lambda: charts(["success"] * 7), ValueError, "at most 6 lines, got 7"),
-    (lambda: charts(lambda rows: rows["tokenz"]), ValueError, "'panel 1' failed: KeyError: 'tokenz'; columns: success"),
+    (
+        lambda: charts(lambda rows: rows["tokenz"]),
+        ValueError,
+        "'panel 1' failed: KeyError: 'tokenz'; columns: success",
+    ),
     (lambda: charts(lambda rows: [1, 2]), ValueError, "failed: ValueError"),
     (lambda: w.ToolForm(weather, pool=7), TypeError, "must be an af.Pool"),
     (lambda: w.ToolForm(weather, task={"id": 1}), TypeError, "must be a Task"),

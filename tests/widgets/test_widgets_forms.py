@@ -226,7 +226,9 @@ async def test_a_reward_form_shows_what_flipped() -> None:
     await press(form, "chain_tokens")
     assert form.opened.trajectories == (form.picked,)
     await press(form, "chain_code")
-    assert form._cell["text"].startswith(f"trajectory = next(t for t in rollout.trajectories if t.id == {gained[1]!r})")
+    assert form._cell["text"].startswith(
+        f"trajectory = next(t for t in rollout.trajectories if t.id == {gained[1]!r})"
+    )
     await press(form, "look", "nothing")
     assert form.opened is None and form.picked is None
     assert "succeeds now" in check_static(form).text and "scored yet" not in check_static(form).text

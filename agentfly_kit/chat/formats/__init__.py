@@ -42,7 +42,9 @@ def get(name: str | Format) -> Format:
     if isinstance(name, Format):
         return name
     if name not in NAMES:
-        raise SettingsError(f"format must be one of {', '.join(NAMES)}, or a subclass of formats.Format, got {name!r}")
+        raise SettingsError(
+            f"format must be one of {', '.join(NAMES)}, or a subclass of formats.Format, got {name!r}"
+        )
     return _FORMATS[name]
 
 

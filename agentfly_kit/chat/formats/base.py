@@ -73,7 +73,9 @@ class Format(ABC):
     def instructions(self, tools: Schemas) -> str:
         """Return the instructions for a model whose chat template does not render tools."""
         example = self.render_call(ToolCall("call-0", "<name>", {"<argument>": "<value>"}))
-        return f"You can call these tools:\n{schemas(tools)}\n\nTo call one, write\n{example}\nand wait for its result."
+        return (
+            f"You can call these tools:\n{schemas(tools)}\n\nTo call one, write\n{example}\nand wait for its result."
+        )
 
     def observation(self, name: str, text: str) -> str:
         """Render a tool result as a user message, for chat templates without a tool role."""

@@ -74,7 +74,9 @@ class QwenXML(TaggedFormat):
             return None
         rest = text[at:close].strip()
         if not problem and rest != self.function_end:
-            problem = f"has text where a tag should be: {short_repr(rest)}" if rest else "does not close <function=...>"
+            problem = (
+                f"has text where a tag should be: {short_repr(rest)}" if rest else "does not close <function=...>"
+            )
         problem = problem or encoding_problem([name, arguments])
         raw = text[opened.end() : close].strip()
         return [make_call(f"call-{len(made)}", name, arguments, problem, self.shape, raw)], close + len(_CLOSE)

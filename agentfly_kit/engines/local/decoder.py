@@ -110,7 +110,9 @@ class FusedLlamaDecoder:
         self._biases: list[Tensor | None] = []
         self._cos = self._sin = torch.zeros(0)
 
-    def __call__(self, cache: KVCache, rows: Tensor | int, tokens: Tensor, positions: Tensor, stamp: object) -> Tensor:
+    def __call__(
+        self, cache: KVCache, rows: Tensor | int, tokens: Tensor, positions: Tensor, stamp: object
+    ) -> Tensor:
         """Compute hidden states; see `CachedForward`. The fused weights are rebuilt if `stamp` has changed."""
         self._refresh(int(cache.capacity), stamp)
         if tokens.shape[1] == 1:

@@ -81,7 +81,10 @@ def is_batch_invariant(threads: int) -> bool:
         )
         found = [
             F.scaled_dot_product_attention(
-                queries, cached[:, :, :size], cached[:, :, :size], attn_mask=(torch.arange(size) < keys).expand(16, -1)
+                queries,
+                cached[:, :, :size],
+                cached[:, :, :size],
+                attn_mask=(torch.arange(size) < keys).expand(16, -1),
             )
             for size in (padded(keys), 1024, 2048)
         ]
@@ -179,7 +182,9 @@ class KVCache:
         """
         heads, size = key_states.shape[1], key_states.shape[3]
         if value_states.shape != key_states.shape:  # multi-head latent attention
-            raise ValueError(f"the KV cache needs keys and values of one size, got {size} and {value_states.shape[3]}")
+            raise ValueError(
+                f"the KV cache needs keys and values of one size, got {size} and {value_states.shape[3]}"
+            )
         while len(self._layers) <= layer_idx:
             self._layers.append(key_states.new_empty(2, self.count, heads, self.capacity, size))
             self._layers[-1][..., : self._initialized, :] = 0
@@ -195,7 +200,9 @@ class KVCache:
             held.view(-1, size).index_copy_(0, self._write_index[heads], states.reshape(-1, size))
             visible = held[:, :, : self._visible]
             # index_select copies whole rows. Indexing with a tensor copies each element and takes 2.4 times as long.
-            found.append(visible[self._rows] if isinstance(self._rows, slice) else visible.index_select(0, self._rows))
+            found.append(
+                visible[self._rows] if isinstance(self._rows, slice) else visible.index_select(0, self._rows)
+            )
         return found[0], found[1]
 
     def get_seq_length(self, *_: object) -> int:

@@ -176,7 +176,8 @@ class SlotTable:
         if capacity > held:
             # Allocate more than requested, because growing copies the cache and the next prompt may be slightly longer.
             capacity = min(
-                max(-(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP, held * 3 // 2), max(capacity, self.max_length + 1)
+                max(-(-capacity // _CAPACITY_STEP) * _CAPACITY_STEP, held * 3 // 2),
+                max(capacity, self.max_length + 1),
             )
         count = self.cache.count
         if waiting and count < self.limit and all(slot.session is not None for slot in self._slots[self.active :]):

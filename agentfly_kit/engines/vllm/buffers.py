@@ -121,7 +121,12 @@ class ServedMemory:
         except BaseException:
             self.close()
             raise
-        self.handle: dict[str, Any] = {"transport": "http", "size": self.tensor.numel(), "path": secret, "ports": ports}
+        self.handle: dict[str, Any] = {
+            "transport": "http",
+            "size": self.tensor.numel(),
+            "path": secret,
+            "ports": ports,
+        }
 
     def close(self) -> None:
         """Stop serving the buffer."""
@@ -148,7 +153,9 @@ def fetch_chunk(url: str, slices: Iterable[TensorSlice], buffer: torch.Tensor) -
             while rest:
                 count = response.readinto(rest)
                 if not count:
-                    raise OSError(f"{address.netloc} closed the connection {len(rest)} bytes before the end of a chunk")
+                    raise OSError(
+                        f"{address.netloc} closed the connection {len(rest)} bytes before the end of a chunk"
+                    )
                 rest = rest[count:]
     except OSError as error:
         raise OSError(f"cannot read from {address.netloc}: {type(error).__name__}: {error}") from error

@@ -86,7 +86,9 @@ class VLLMEngine(Engine):
             raise EngineError(f"engine_args must not set {', '.join(sorted(fixed))}, which would change the logprobs")
         self._engine_args = engine_args
         self._config = load_config(self.model)
-        self._text_config = self._config.get_text_config()  # config of the language model, if the model has other parts
+        self._text_config = (
+            self._config.get_text_config()
+        )  # config of the language model, if the model has other parts
         self._stop_ids = tuple(stop_ids) if stop_ids is not None else None
         self._initial_version = int(read_json(Path(self.model) / "policy.json").get("version", 0))
         self._version = self._initial_version
@@ -99,7 +101,9 @@ class VLLMEngine(Engine):
         self.sampled = 0
 
     def __reduce__(self) -> Any:
-        raise TypeError("a VLLMEngine cannot be sent to another process; use the engine of serve_vllm(policy) instead")
+        raise TypeError(
+            "a VLLMEngine cannot be sent to another process; use the engine of serve_vllm(policy) instead"
+        )
 
     # --- capabilities ---
 

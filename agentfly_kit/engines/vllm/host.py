@@ -248,7 +248,9 @@ class Host:
 
     async def _start(self) -> None:
         with _starting, _environment(self.folder, self.log):
-            logging.getLogger("torch._library.triton").setLevel(logging.ERROR)  # suppress warnings about missing triton
+            logging.getLogger("torch._library.triton").setLevel(
+                logging.ERROR
+            )  # suppress warnings about missing triton
             try:
                 from vllm.engine.arg_utils import AsyncEngineArgs
                 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -345,7 +347,8 @@ def _environment(folder: Path, log: Path) -> Iterator[None]:
     script = folder / "python"
     python, to = shlex.quote(sys.executable), f'"$@" >>{shlex.quote(str(log))} 2>&1 </dev/null'
     script.write_text(
-        f"#!/bin/sh\ncommand -v setsid >/dev/null && exec setsid {python} {to}\nexec {python} {to}\n", encoding="utf-8"
+        f"#!/bin/sh\ncommand -v setsid >/dev/null && exec setsid {python} {to}\nexec {python} {to}\n",
+        encoding="utf-8",
     )
     script.chmod(0o700)
     # Messages that vLLM logs in this process would appear in the notebook cell. Send them to the log file instead.

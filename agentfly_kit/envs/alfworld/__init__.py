@@ -148,7 +148,9 @@ def game_of(task: Task) -> Game:
     return games.game(int_field(task, "game"), task.fields.get("size", "full"))
 
 
-def rows(n: int, split: str, seed: int = 0, size: Size = "full", kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
+def rows(
+    n: int, split: str, seed: int = 0, size: Size = "full", kinds: Sequence[str] = KINDS
+) -> list[dict[str, Any]]:
     """Generate tasks as rows {"id", "question", "game", "size", "kind"}. No game is in both splits.
 
     Args:

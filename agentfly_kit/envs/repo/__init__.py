@@ -59,7 +59,9 @@ def _on_sandbox(given: Tool[..., Any], edits: int = 0) -> Tool[..., Any]:
     del own.__wrapped__  # the tool is this function, not the built-in one
     own.__qualname__ = f"Repo.{given.name}"  # a tool whose first parameter is `self` is a method
     shown = [p for p in inspect.signature(given.function).parameters.values() if p.name != "sandbox"]
-    own.__signature__ = inspect.Signature([inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *shown])
+    own.__signature__ = inspect.Signature(
+        [inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD), *shown]
+    )
     return tool(timeout=given.timeout)(own)
 
 
@@ -291,7 +293,9 @@ async def bugs(
                 if not shown:
                     continue  # no visible test detects this bug
                 row = {"id": f"{path}-{number:03}", **bug, "kind": change.kind, "failing": failing}
-                row["says"] = _failure_line(shown[0], results[shown[0]] or "", whole.tests[shown[0].partition("::")[0]])
+                row["says"] = _failure_line(
+                    shown[0], results[shown[0]] or "", whole.tests[shown[0].partition("::")[0]]
+                )
                 if folder is not None:
                     row |= {"question": _question([row]), "repository": place, "bugs": [bug]}
                 found.append(row)

@@ -82,7 +82,9 @@ def _edits(tree: ast.AST, lines: list[str]) -> Iterator[tuple[str, int, int, int
         elif isinstance(node, ast.Constant) and type(node.value) in (int, bool) and node.lineno == node.end_lineno:
             number: Any = node.value
             news = (
-                [str(not number)] if type(number) is bool else [str(number + 1), *([str(number - 1)] if number else [])]
+                [str(not number)]
+                if type(number) is bool
+                else [str(number + 1), *([str(number - 1)] if number else [])]
             )
             for new in news:
                 yield "number", node.lineno, node.col_offset, node.end_col_offset or 0, new

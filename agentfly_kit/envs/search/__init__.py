@@ -191,7 +191,9 @@ class Search:
         """
         response = qa.extract_answer(final)
         em, f1 = (
-            (0.0, 0.0) if response is None else (qa.exact_match(response, self.answers), qa.f1(response, self.answers))
+            (0.0, 0.0)
+            if response is None
+            else (qa.exact_match(response, self.answers), qa.f1(response, self.answers))
         )
         scores = {"reward": em if self._metric == "em" else f1, "success": em, "em": em, "f1": f1}
         scores |= {"answered": float(response is not None), "searched": float(len(self.queries))}

@@ -36,7 +36,18 @@ from agentfly_kit.types import Message, Task
 if TYPE_CHECKING:
     from agentfly_kit.policy.policy import Policy
 
-__all__ = ["BRIEF", "Catalogue", "Shop", "WebShop", "WebShopText", "agent", "expert", "family", "random_agent", "tasks"]
+__all__ = [
+    "BRIEF",
+    "Catalogue",
+    "Shop",
+    "WebShop",
+    "WebShopText",
+    "agent",
+    "expert",
+    "family",
+    "random_agent",
+    "tasks",
+]
 
 # Environment options with which the shipped policy was pretrained: `agent(af.tiny.policy("webshop"), options=BRIEF)`.
 BRIEF: dict[str, Any] = {"brief": True, "page_size": 3}
@@ -164,7 +175,14 @@ class Shop:
         if value not in self.clickables:
             return False
         if value == pages.BACK.lower():
-            self.keywords, self.found, self.number, self.asin, self.subpage, self.options = None, [], 1, None, None, {}
+            self.keywords, self.found, self.number, self.asin, self.subpage, self.options = (
+                None,
+                [],
+                1,
+                None,
+                None,
+                {},
+            )
         elif value == pages.NEXT.lower():
             self.number += 1
         elif value == pages.PREVIOUS.lower():

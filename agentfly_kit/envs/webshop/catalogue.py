@@ -83,7 +83,9 @@ class Catalogue:
                 continue
             self.products[asin] = self._product(asin, item)
         if not self.products:
-            raise SettingsError(f"the catalogue {name!r} has no product with an ASIN of at most 10 characters. {_HELP}")
+            raise SettingsError(
+                f"the catalogue {name!r} has no product with an ASIN of at most 10 characters. {_HELP}"
+            )
         goals = self._asked(instructions) if instructions else self._synthetic()
         random.Random(seed).shuffle(goals)
         # Goals, in WebShop's order if the products are in WebShop's order. The keys of a goal are asin, query, name,
@@ -145,7 +147,9 @@ class Catalogue:
 
     def _product(self, asin: str, item: Mapping[str, Any]) -> Product:
         where = f"product {asin}"
-        prices = [float(re.sub(r"[^\d.]", "", part) or 0) for part in str(item.get("pricing") or "").split("$")[1:]][:2]
+        prices = [float(re.sub(r"[^\d.]", "", part) or 0) for part in str(item.get("pricing") or "").split("$")[1:]][
+            :2
+        ]
         if not prices:
             price, text = 100.0, "$100.0"
         elif len(prices) == 1:

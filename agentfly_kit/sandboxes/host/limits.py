@@ -108,7 +108,11 @@ def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarc
         here = _own_group(unified, paths.get("", "/"))
         # A group that contains processes cannot delegate controllers, so new groups are usually siblings of this one.
         for root in (here, here.parent):
-            if root.is_relative_to(unified) and os.access(root, os.W_OK) and os.access(root / "cgroup.procs", os.W_OK):
+            if (
+                root.is_relative_to(unified)
+                and os.access(root, os.W_OK)
+                and os.access(root / "cgroup.procs", os.W_OK)
+            ):
                 try:
                     handed_down = set((root / "cgroup.subtree_control").read_text().split())
                 except OSError:
@@ -236,7 +240,9 @@ class Group(Usage):
             self._own_kills += int(highest or 0) > int(limit or 0) - _MEBIBYTE
             self._killed = killed
             with contextlib.suppress(OSError):
-                (folder / "memory.max_usage_in_bytes").write_text("0")  # resets the recorded peak to the current usage
+                (folder / "memory.max_usage_in_bytes").write_text(
+                    "0"
+                )  # resets the recorded peak to the current usage
         return LimitHits(self._own_kills, killed, refused)
 
     def processes(self) -> list[int]:

@@ -128,7 +128,12 @@ def program(
         for numbers in calls.values():
             if (number := numbers[column]) is not None:
                 out += _for_call(number, [_op(_RETURN, answer)])
-    namespaces = [_op(_LOAD, _FIRST), _op(_ANY_BIT, _NEW_NAMESPACES, 1, 0), _op(_RETURN, _ALLOW), _op(_RETURN, _EPERM)]
+    namespaces = [
+        _op(_LOAD, _FIRST),
+        _op(_ANY_BIT, _NEW_NAMESPACES, 1, 0),
+        _op(_RETURN, _ALLOW),
+        _op(_RETURN, _EPERM),
+    ]
     out += _for_call(_CLONE[column], namespaces)
     for numbers in (_PRLIMIT, _AFFINITY):  # allowed for the calling process (pid 0) only
         out += _unless_argument(numbers[column], _FIRST, (0,))

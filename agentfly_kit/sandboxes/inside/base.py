@@ -15,7 +15,9 @@ import stat
 from collections.abc import Callable
 from typing import Any
 
-WORK_FOLDER = ""  # subfolder of the sandbox's folder in which a shell starts and file operations work; set by the host
+WORK_FOLDER = (
+    ""  # subfolder of the sandbox's folder in which a shell starts and file operations work; set by the host
+)
 CALLS: dict[str, Callable[..., Any]] = {}
 
 

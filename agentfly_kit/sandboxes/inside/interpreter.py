@@ -34,7 +34,12 @@ class Interpreter:
     """An interpreter with one `__main__` namespace, which runs the cells it receives and returns values and errors."""
 
     def __init__(
-        self, settings: dict[str, Any], restrictions: tuple[dict[str, Any], bytes] | None, data: int, out: int, err: int
+        self,
+        settings: dict[str, Any],
+        restrictions: tuple[dict[str, Any], bytes] | None,
+        data: int,
+        out: int,
+        err: int,
     ) -> None:
         self.settings = settings
         self.limit = int(settings["max_output"])

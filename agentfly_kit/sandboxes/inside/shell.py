@@ -34,7 +34,9 @@ DUMP = (
 def quoted(text: str) -> str:
     """Quote text for bash on a single line, so that bash does not print a continuation prompt."""
     plain = b'abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 /.,_-=+:;|&<>(){}[]$"#@%^*~`?!'
-    return "$'" + "".join(chr(b) if b in plain else f"\\{b:03o}" for b in text.encode("utf-8", "surrogateescape")) + "'"
+    return (
+        "$'" + "".join(chr(b) if b in plain else f"\\{b:03o}" for b in text.encode("utf-8", "surrogateescape")) + "'"
+    )
 
 
 class Shell:

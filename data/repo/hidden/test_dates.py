@@ -8,7 +8,9 @@ def test_leap_and_lengths():
     for year in (1600, 1700, 1804, 1900, 2000, 2008, 2019, 2400):
         assert dates.is_leap(year) == calendar.isleap(year), year
     for year in (2021, 2028):
-        assert [dates.days_in(year, m) for m in range(1, 13)] == [calendar.monthrange(year, m)[1] for m in range(1, 13)]
+        assert [dates.days_in(year, m) for m in range(1, 13)] == [
+            calendar.monthrange(year, m)[1] for m in range(1, 13)
+        ]
 
 
 def test_days():
