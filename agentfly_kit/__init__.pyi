@@ -47,9 +47,9 @@ from agentfly_kit.pool.pool import pools as pools
 from agentfly_kit.ppo.config import PPOConfig as PPOConfig
 from agentfly_kit.ppo.imitation import imitate as imitate
 from agentfly_kit.ppo.imitation import imitation_step as imitation_step
+from agentfly_kit.ppo.optimizer import adamw as adamw
 from agentfly_kit.ppo.scoring import shaped_rewards as shaped_rewards
 from agentfly_kit.ppo.stats import Stats as Stats
-from agentfly_kit.ppo.step import adamw as adamw
 from agentfly_kit.ppo.step import ppo_step as ppo_step
 from agentfly_kit.ppo.step import ppo_step_async as ppo_step_async
 from agentfly_kit.rewards import Reward as Reward

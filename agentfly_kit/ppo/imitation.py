@@ -17,8 +17,9 @@ from agentfly_kit.errors import BatchError, SettingsError, checks_keywords
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PPOConfig
 from agentfly_kit.ppo.inputs import minibatches
+from agentfly_kit.ppo.optimizer import adamw
 from agentfly_kit.ppo.stats import Stats
-from agentfly_kit.ppo.step import adamw, ppo_step
+from agentfly_kit.ppo.step import ppo_step
 
 _DEFAULTS = PPOConfig()
 # Settings of `PPOConfig` that `imitation_step` uses.

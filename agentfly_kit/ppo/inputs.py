@@ -110,17 +110,6 @@ def is_clipped(gradient: Tensor, micro: MicroBatch) -> Tensor:
     return clipped if micro.importance_weights is None else clipped & (micro.importance_weights != 0)
 
 
-def check_optimizer(policy: Policy, optimizer: torch.optim.Optimizer) -> None:
-    """Raise SettingsError if the optimizer contains no parameter of this policy, so that no weight would change."""
-    check_instance("policy", policy, Policy, "an af.Policy")
-    own = {id(parameter) for parameter in policy.parameters()}
-    if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
-        raise SettingsError(
-            "optimizer must update parameters of this policy, got one of another policy; after policy.copy(), use "
-            "af.adamw(copy)"
-        )
-
-
 def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Policy | None) -> None:
     """Raise an error if the batch lacks advantages, is for another policy, is stale, or conflicts with the settings."""
     check_instance("batch", batch, Batch, "a Batch such as af.collate(rollout, af.advantages.grpo)")

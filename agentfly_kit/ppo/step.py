@@ -12,7 +12,6 @@ import functools
 import math
 import threading
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -23,11 +22,10 @@ from torch import Tensor
 from agentfly_kit import losses
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch, drop_counts
-from agentfly_kit.errors import SettingsError, TrainingError, check_value, checks_keywords
+from agentfly_kit.errors import checks_keywords
 from agentfly_kit.policy.cpu import single_torch_thread, warn_if_bfloat16_is_slow
 from agentfly_kit.policy.forward import ForwardOutput
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.policy.value_head import Critic
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
 from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.ppo.inputs import (
@@ -35,10 +33,10 @@ from agentfly_kit.ppo.inputs import (
     MicroBatch,
     StepInputs,
     check_batch,
-    check_optimizer,
     is_clipped,
     minibatches,
 )
+from agentfly_kit.ppo.optimizer import check_optimizer, clip_and_step
 from agentfly_kit.ppo.scoring import precision, score, token_weights
 from agentfly_kit.ppo.stats import PhaseTimer, RunningStats, Stats, explained_variance, token_detail
 
@@ -309,25 +307,6 @@ def _only_advantage(loss: PolicyLoss, config: PPOConfig, has_values: bool) -> bo
     )
 
 
-def clip_and_step(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> float:
-    """Clip the gradients, make one optimizer step, increment the version, and return the norm before clipping."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for p in parameters:
-        if p.grad is None:  # Adam's moments change a parameter even if it has no gradient in this minibatch
-            p.grad = torch.zeros_like(p)
-    norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
-    if not bool(torch.isfinite(norm)):
-        optimizer.zero_grad(set_to_none=True)
-        raise TrainingError(
-            f"the gradient must be finite, got {float(norm)} at policy version {policy.version}; the weights are those "
-            "from before this update. Try a smaller lr, max_grad_norm=1, or check the advantages"
-        )
-    with policy.lock:
-        optimizer.step()
-        policy.version += 1
-    return float(norm)
-
-
 @pending_call
 async def ppo_step_async(
     policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch, config: PPOConfig = _DEFAULTS, **options: Any
@@ -361,49 +340,3 @@ def _kl_reference(totals: RunningStats, inputs: StepInputs, config: PPOConfig) -
         return math.nan
     mask = inputs.batch.mask
     return float(losses.kl(inputs.old_logprobs, inputs.ref_logprobs, config.kl_kind, mask).sum() / mask.sum())
-
-
-def adamw(
-    policy: Policy,
-    lr: float = 3e-4,
-    *,
-    betas: tuple[float, float] = (0.9, 0.95),
-    weight_decay: float = 0.0,
-) -> torch.optim.AdamW:
-    """Create an AdamW optimizer for the trainable parameters of a policy.
-
-    Args:
-        policy: The policy to train.
-        lr: Learning rate for the model and the trunk of a separate critic. The value head uses ten times this rate.
-        betas: Decay rates of Adam's moments.
-        weight_decay: Weight decay.
-
-    Raises:
-        SettingsError: If `lr` is not a positive finite number, or if the policy has float16 weights, for which Adam's
-            epsilon is rounded to 0 and updates are hundreds of times too large.
-        PolicyError: If the model scales or soft-caps its logits, which `ppo_step` does not support.
-
-    Source:  The default betas and the factor ten were chosen by measurements on the calculator task.
-    """
-    check_value("lr", lr, limit="above 0")
-    policy.check_head()
-    types = {p.dtype for p in policy.parameters() if p.requires_grad}
-    if torch.float16 in types:
-        raise SettingsError(
-            "policy must not have trainable weights of type float16, in which Adam's updates are wrong; load it with "
-            'dtype="float32", and use PPOConfig(autocast=...) for speed'
-        )
-    if torch.bfloat16 in types and lr < 1e-4:
-        warnings.warn(
-            f"lr={lr:g} is too small for weights of type bfloat16, whose relative precision is 1/256: most updates are "
-            'rounded away; load the policy with dtype="float32", and use PPOConfig(autocast="bfloat16")',
-            stacklevel=2,
-        )
-    groups: list[dict[str, Any]] = [{"params": [p for p in policy.model.parameters() if p.requires_grad], "lr": lr}]
-    head = policy.value_head
-    if isinstance(head, Critic):
-        groups.append({"params": list(head.trunk.parameters()), "lr": lr})
-        head = head.head
-    if head is not None:
-        groups.append({"params": list(head.parameters()), "lr": 10 * lr})
-    return torch.optim.AdamW(groups, lr=lr, betas=betas, weight_decay=weight_decay, fused=True)

@@ -14,8 +14,9 @@ from agentfly_kit.batch.batch import Batch, drop_counts
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.errors import EmptyBatch, TrainingError
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo.optimizer import adamw
 from agentfly_kit.ppo.stats import Stats
-from agentfly_kit.ppo.step import adamw, ppo_step_async
+from agentfly_kit.ppo.step import ppo_step_async
 from agentfly_kit.trainer import checkpoint
 from agentfly_kit.trainer.batch_builder import BatchBuilder, check_reference, check_teacher, distilled
 from agentfly_kit.trainer.checkpoint import LoopState

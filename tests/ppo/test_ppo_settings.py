@@ -175,11 +175,29 @@ def test_a_separate_critic_gives_the_policy_no_gradient() -> None:
     assert [len(g["params"]) > 0 for g in af.adamw(policy).param_groups] == [True] * 3
 
 
-def test_a_learning_rate_that_bfloat16_rounds_to_nothing_warns() -> None:
+def test_bfloat16_weights_are_the_rounded_weights_of_an_update_in_float32() -> None:
     policy = af.Policy(agents.random_policy().model.to(torch.bfloat16), agents.random_policy().chat)
-    with pytest.warns(UserWarning, match="lr=1e-06 is too small for weights of type bfloat16"):
-        af.adamw(policy, 1e-6)
-    af.adamw(policy, 1e-3)
+    own = list(policy.model.parameters())
+    exact = [p.detach().float() for p in own]
+    before, optimizer = [p.clone() for p in exact], af.adamw(policy, 1e-6)
+    plain = torch.optim.AdamW(exact, lr=1e-6, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
+    torch.manual_seed(0)
+    for i in range(6):
+        for p, q in zip(own, exact, strict=True):
+            p.grad = torch.randn_like(p)
+            q.grad = p.grad.float()
+        optimizer.step()
+        plain.step()
+        assert all(torch.equal(p, q.bfloat16()) for p, q in zip(own, exact, strict=True)), i
+        if i == 2:  # another process goes on
+            state, optimizer = optimizer.state_dict(), af.adamw(policy, 1e-6)
+            optimizer.load_state_dict(state)
+    assert all(p.dtype == p.grad.dtype == torch.bfloat16 for p in own if p.grad is not None)
+    assert sum(int((p != q).sum()) for p, q in zip(exact, before, strict=True)) > 0.9 * sum(p.numel() for p in exact)
+    with torch.no_grad():
+        own[0].fill_(1.0)  # weights that were assigned since the last step are not those of the optimizer's copy
+    optimizer.step()
+    assert (own[0] - 1).abs().max() < 0.01
 
 
 @pytest.mark.parametrize("emulated", [True, False])
