@@ -10,9 +10,10 @@ download `--model` before, or set HF_HUB_OFFLINE=0.
 
 local    Sampled tokens per second of `LocalEngine`; the chains of a group of eight have the same prompt.
 vllm     The same requests with `VLLMEngine`, and the time of `update`, which sends the weights through host memory.
-update   `ppo_step`: time, peak memory, and model FLOPs utilization (MFU): the operations of the weights (6 per weight
-         and token; for the output matrix 6 per weight and trained token) relative to the peak of the device. The peak
-         is the speed of a large matrix product in the same dtype, unless `--peak-tflops` gives that of the data sheet.
+update   `ppo_step` of all weights, and of a LoRA adapter of rank 16: time, peak memory, and model FLOPs utilization
+         (MFU): the operations of the weights (6 per weight and token, with LoRA 4; for the output matrix only trained
+         tokens count) relative to the peak of the device. The peak is the speed of a large matrix product in the same
+         dtype, unless `--peak-tflops` gives that of the data sheet.
 ours     Seconds per iteration of `af.train` with `VLLMEngine` on the same device (`LocalEngine` if vLLM is missing).
 trl      The same with TRL's GRPOTrainer and colocated vLLM (transformers' `generate` if vLLM is missing).
 
@@ -161,21 +162,39 @@ async def peak_flops(policy: af.Policy, given: argparse.Namespace) -> float:
 async def update_part(given: argparse.Namespace) -> dict[str, Any]:
     policy = make_policy(given)
     peak = given.peak_tflops * 1e12 if given.peak_tflops else await peak_flops(policy, given)
+    found: dict[str, Any] = {"peak TFLOP per second": round(peak / 1e12, 3)}
+    found["all weights"] = await update_speed(policy, 6 / peak, given)
+    if importlib.util.find_spec("peft") is None:
+        return found | {"LoRA": {"not measured": "peft is not installed"}}
+    with tempfile.TemporaryDirectory() as folder:
+        dtype = str(policy.model.dtype).removeprefix("torch.")
+        adapted = af.Policy.load(policy.save(folder), dtype=dtype, lora=16)
+    del policy
+    adapted.chat.stop_ids = ()
+    # The frozen weights need no gradient: 2 operations forward, and 2 for the gradient of their input.
+    return found | {
+        "LoRA": await update_speed(af.Policy(adapted.model.to(given.device), adapted.chat), 4 / peak, given)
+    }
+
+
+async def update_speed(policy: af.Policy, seconds_per_weight: float, given: argparse.Namespace) -> dict[str, float]:
+    """Return the time and memory of `ppo_step`; `seconds_per_weight` and token are needed at the device's peak."""
     optimizer = af.adamw(policy, 1e-12)
     config = af.PPOConfig(old_logprobs="engine", max_lag=None)
     batch = make_batch(policy, given.rows, given.length)
+    if given.device != "cpu":
+        torch.cuda.reset_peak_memory_stats(given.device)
 
     async def step() -> None:
         af.ppo_step(policy, optimizer, batch, config)
 
     seconds = await best(step, given)
     output = policy.vocab_size * policy.width
-    flops = 6 * ((policy.size - output) * batch.ids.numel() + output * int(batch.mask.sum()))
+    needed = (policy.size - output) * batch.ids.numel() + output * int(batch.mask.sum())
     found = {
         "seconds": round(seconds, 4),
         "tokens per second": round(batch.ids.numel() / seconds),
-        "peak TFLOP per second": round(peak / 1e12, 3),
-        "MFU": round(flops / seconds / peak, 3),
+        "MFU": round(needed * seconds_per_weight / seconds, 3),
     }
     if given.device != "cpu":
         found["peak memory in GB"] = round(torch.cuda.max_memory_allocated(given.device) / 1e9, 2)

@@ -6,6 +6,7 @@
 import importlib.util
 import os
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import agents
 import pytest
@@ -59,6 +60,26 @@ async def test_the_local_engine_gives_the_logprobs_of_a_full_forward_in_float32(
 async def test_the_local_engine_gives_those_of_a_full_forward_in_bfloat16_about() -> None:
     policy = policy_on(torch.bfloat16)
     assert float(gaps(policy, await batch_of(af.LocalEngine(policy), policy)).mean()) <= BFLOAT16_GAP
+
+
+async def test_scores_and_an_update_are_those_of_the_cpu() -> None:
+    cpu, device = policy_on(torch.float32, torch.device("cpu")), policy_on(torch.float32)
+    batch = await batch_of(af.LocalEngine(cpu), cpu)
+    for step in range(2):
+        there, here = (policy.score(batch, {"logprob"})["logprob"].cpu()[batch.mask] for policy in (device, cpu))
+        assert float((there - here).abs().max()) <= FLOAT32_GAP, step
+        for policy in (cpu, device):
+            af.ppo_step(policy, af.adamw(policy, 1e-4), batch, af.PPOConfig(old_logprobs="recompute", max_lag=None))
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+async def test_all_weights_or_an_adapter_are_trained_in_bfloat16(lora: int | None, tmp_path: Path) -> None:
+    policy = af.Policy.load(agents.fresh().save(tmp_path), dtype="bfloat16", device=DEVICE, lora=lora)
+    trained = [p for p in policy.model.parameters() if p.requires_grad]
+    before = [p.detach().clone() for p in trained]
+    batch = await batch_of(af.LocalEngine(policy), policy)
+    stats = af.ppo_step(policy, af.adamw(policy, 1e-4), batch)
+    assert stats.grad_norm > 0 and any(not torch.equal(p, q) for p, q in zip(trained, before, strict=True))
 
 
 async def test_a_short_training_moves_the_weights() -> None:
