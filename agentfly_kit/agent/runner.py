@@ -24,7 +24,7 @@ from agentfly_kit.agent.progress import ChainHooks, ChainKey, Progress, RolloutE
 from agentfly_kit.agent.request import GroupResult, GroupWorkers, RolloutRequest
 from agentfly_kit.agent.rollout import Rollout, count_tasks
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.agent.turns import encode_long, prompt_turn
+from agentfly_kit.agent.turns import encode_long, prompt_turn, warn_about_long_prompt
 from agentfly_kit.errors import NotAwaited, PoolTimeout, RewardError
 from agentfly_kit.success import record_success
 from agentfly_kit.trajectories import UNSCORED_STOPS, Group, Trajectory
@@ -228,6 +228,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
         watched = self._shows_bar or self.agent.watch is not None or bool(self._progress.listeners)
         line = show_progress(lambda: f"{len(self._done)} of {self.total} chains finished")
         with relaxed_gc(), threads.using(), contextlib.nullcontext() if watched else line:
+            if self.agent.exact and self.agent.harness is None and self._remote is None:
+                await warn_about_long_prompt(self.agent, self._request.tasks)
             await self._run_chains()
         if self.agent.group_reward is not None and self._remote is None:  # remote workers have already added it
             async with asyncio.TaskGroup() as comparing:

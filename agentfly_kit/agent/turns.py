@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.chat.formats import Parsed
 from agentfly_kit.samples import Sample, Sampling
-from agentfly_kit.types import Alternatives, Message, ToolCall, Turn, normalize_messages
+from agentfly_kit.types import Alternatives, Message, Task, ToolCall, Turn, normalize_messages
 
 # Messages with more characters are encoded in a thread, because on the event loop they would delay other chains.
 _LONG = 50_000
@@ -31,6 +33,24 @@ async def encode_long(messages: Iterable[Mapping[str, Any]], encode: Callable[[]
 def is_long(messages: Iterable[Mapping[str, Any]]) -> bool:
     """Return True if encoding the messages would block the event loop noticeably."""
     return sum(len(str(message.get("content"))) for message in messages) > _LONG
+
+
+async def warn_about_long_prompt(agent: AgentSettings, tasks: Iterable[Task]) -> None:
+    """Warn if the longest prompt of the tasks leaves no room for an action in the context of the engine.
+
+    Only the prompt with the most characters is encoded. If the template rejects it, its own chains report the error.
+    """
+    task = max(tasks, key=lambda task: sum(len(str(message.get("content"))) for message in task.messages))
+    opening, count = agent.opening(task), 0
+    await encode_long(opening, encode := lambda: agent.chat.prompt(opening, agent.tools.schemas))
+    with contextlib.suppress(Exception):
+        count = len(encode())
+    if count + 1 >= (length := agent.engine.max_length):
+        warnings.warn(
+            f"the prompt of task {task.id!r} has {count:,} tokens, and the context of the engine {length:,}: chains of "
+            'such tasks end with "context_full" before an action; leave out the tasks, or use a longer context',
+            stacklevel=2,
+        )
 
 
 def token_fields(agent: AgentSettings, ids: Sequence[int]) -> dict[str, Any]:
