@@ -42,9 +42,13 @@ async def warn_about_long_prompt(agent: AgentSettings, tasks: Iterable[Task]) ->
     """
     task = max(tasks, key=lambda task: sum(len(str(message.get("content"))) for message in task.messages))
     opening, count = agent.opening(task), 0
-    await encode_long(opening, encode := lambda: agent.chat.prompt(opening, agent.tools.schemas))
+
+    def encode() -> int:
+        return len(agent.chat.prompt(opening, agent.tools.schemas))
+
+    await encode_long(opening, encode)
     with contextlib.suppress(Exception):
-        count = len(encode())
+        count = encode()
     if count + 1 >= (length := agent.engine.max_length):
         warnings.warn(
             f"the prompt of task {task.id!r} has {count:,} tokens, and the context of the engine {length:,}: chains of "

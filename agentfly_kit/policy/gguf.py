@@ -46,19 +46,15 @@ def load_gguf(file: Path, **options: Any) -> tuple[Any, Any]:
     """Load the model and the tokenizer of a GGUF file with transformers, and convert quantized weights to `dtype`.
 
     Args:
-        file: The GGUF file.
+        file: The GGUF file, already checked by `check_gguf`.
         **options: Arguments of `from_pretrained`.
 
     Returns:
         The model, which can be saved as an ordinary folder, and the tokenizer.
 
     Raises:
-        PolicyError: If the file is damaged, its weights do not match its metadata, or a package is missing.
+        PolicyError: If the weights of the file do not match its metadata.
     """
-    lacking = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
-    if lacking:
-        raise PolicyError(f"GGUF files require {' and '.join(lacking)}: pip install {' '.join(lacking)}")
-    check_gguf(file)
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -95,14 +91,20 @@ def _without_progress_bar() -> Iterator[None]:
         conversion.tqdm = shown
 
 
-def check_gguf(file: Path) -> None:
-    """Raise PolicyError unless all sizes in the header of a GGUF file fit the file.
+def check_gguf(file: Path) -> int:
+    """Return the number of weights of a GGUF file after checking that all sizes in its header fit the file.
 
     Readers allocate and loop according to these sizes, so a damaged or hostile header could use any amount of memory.
+
+    Raises:
+        PolicyError: If a size does not fit, if transformers ignores a setting of the file, or if a package is missing.
     """
+    lacking = [name for name in ("accelerate", "gguf") if importlib.util.find_spec(name) is None]
+    if lacking:
+        raise PolicyError(f"GGUF files require {' and '.join(lacking)}: pip install {' '.join(lacking)}")
     with file.open("rb") as stream:
         try:
-            _Header(stream.read, file.stat().st_size).check()
+            return _Header(stream.read, file.stat().st_size).check()
         except (ValueError, struct.error) as error:
             raise PolicyError(f"{str(file)!r} is not a valid GGUF file: {error}") from error
 
@@ -111,9 +113,9 @@ class _Header:
     """Sequential reader of the header: counts, metadata, and the names, shapes and positions of the tensors."""
 
     def __init__(self, read: Any, size: int) -> None:
-        self._read, self._size, self._done = read, size, 0
+        self._read, self._size, self._done, self._weights = read, size, 0, 0
 
-    def check(self) -> None:
+    def check(self) -> int:
         if self._bytes(4) != b"GGUF":
             raise ValueError("it does not begin with 'GGUF'")
         version = self._number(4)
@@ -137,6 +139,7 @@ class _Header:
         needed = -(-self._done // align) * align + max(ends, default=0)
         if needed > self._size:
             raise ValueError(f"its tensors end at byte {needed}, but the file has only {self._size} bytes")
+        return self._weights
 
     def _bytes(self, count: int) -> bytes:
         if self._done + count > self._size:
@@ -193,6 +196,7 @@ class _Header:
         if not 1 <= dimensions <= 4:
             raise ValueError(f"tensor {name!r} must have 1 to 4 dimensions, got {dimensions}")
         elements = math.prod(self._number(10) for _ in range(dimensions))
+        self._weights += elements
         kind, start = self._number(4), self._number(10)
         try:
             block, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]

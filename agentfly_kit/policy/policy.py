@@ -6,6 +6,8 @@ import contextlib
 import copy
 import hashlib
 import json
+import math
+import os
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,7 +22,7 @@ from agentfly_kit.chat.chat import Chat, History
 from agentfly_kit.errors import PolicyError, SettingsError, list_neighbours
 from agentfly_kit.policy.cpu import warn_if_bfloat16_is_slow
 from agentfly_kit.policy.forward import LanguageModel, ScoreName
-from agentfly_kit.policy.gguf import gguf_file, load_gguf, models_folder
+from agentfly_kit.policy.gguf import check_gguf, gguf_file, load_gguf, models_folder
 from agentfly_kit.policy.value_head import Critic, ValueHead
 
 _VALUE_HEAD_PREFIX = "value_head."
@@ -146,7 +148,7 @@ class Policy(Displayable, LanguageModel):
 
         try:
             with show_progress(lambda: f"loading the policy {Path(path).name!r}"), _without_progress_bar():
-                model, tokenizer = _load_model(weights, path, {"dtype": dtype, **model_kwargs})
+                model, tokenizer = _load_model(weights, path, device, {"dtype": dtype, **model_kwargs})
                 if "device_map" in model_kwargs:
                     device = model.device
                 else:
@@ -314,11 +316,16 @@ class _FrozenBase(Policy):
         return f"Policy(base model of an adapter, {self.size:,} parameters, frozen, {self.device})"
 
 
-def _load_model(weights: str, tokenizer: str, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Load model and tokenizer from paths or hub names."""
+def _load_model(weights: str, tokenizer: str, device: torch.device, options: dict[str, Any]) -> tuple[Any, Any]:
+    """Load model and tokenizer from paths or hub names, if a local model fits in the memory of the device."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    if file := gguf_file(Path(weights)):
+    file, dtype = gguf_file(Path(weights)), options["dtype"]
+    count, stored = (check_gguf(file), file.stat().st_size) if file else _count_weights(Path(weights))
+    if not {"device_map", "quantization_config"} & {*options}:
+        kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+        _check_memory(weights, count * kind.itemsize if isinstance(kind, torch.dtype) else stored, device)
+    if file:
         model, own = load_gguf(file, **options)
         if tokenizer == weights:
             return model, own
@@ -329,6 +336,31 @@ def _load_model(weights: str, tokenizer: str, options: dict[str, Any]) -> tuple[
             raise ValueError(f"the files lack {len(missing)} weights of the model, such as {missing[0]!r}")
     hub = {name: value for name, value in options.items() if name in _HUB_KEYWORDS}
     return model, AutoTokenizer.from_pretrained(tokenizer, **hub)
+
+
+def _count_weights(folder: Path) -> tuple[int, int]:
+    """Return the number of weights in the safetensors files of a local folder, and the size of the files in bytes."""
+    count = stored = 0
+    for file in folder.glob("*.safetensors"):
+        size = file.stat().st_size
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(min(int.from_bytes(stream.read(8), "little"), size)))
+        count += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        stored += size
+    return count, stored
+
+
+def _check_memory(weights: str, needed: int, device: torch.device) -> None:
+    """Raise PolicyError if a device does not have `needed` bytes in all, whatever else it holds."""
+    if device.type == "cuda":
+        available = torch.cuda.mem_get_info(device)[1]
+    else:
+        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if needed > available:
+        raise PolicyError(
+            f"{device} must have {needed / 1e9:.1f} GB of memory for the weights of {weights!r}, got "
+            f"{available / 1e9:.1f} GB; use a smaller dtype, device_map= or a smaller model"
+        )
 
 
 def _policy_folder(path: str | Path) -> Path:

@@ -1,5 +1,6 @@
 """Policy: scores of given ids, the shift by one position, and files."""
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,6 +116,16 @@ def test_missing_and_damaged_files_are_named(tmp_path: Path, name: str, damage: 
     damage(folder / name)
     where = re.compile(f"(cannot load a policy from |{name}).*{says}")
     errors.check(lambda: af.Policy.load(folder), af.errors.PolicyError, where)
+
+
+def test_a_model_larger_than_the_memory_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    folder = random_policy(3).save(tmp_path / "p")
+    header = json.dumps({"w": {"dtype": "F16", "shape": [1 << 20, 1 << 20], "data_offsets": [0, 1 << 41]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(
+        af.errors.PolicyError, match=r"cpu must have 4398.0 GB of memory for the weights of '.*', got "
+    ):
+        af.Policy.load(folder, device="cpu")
 
 
 def test_a_copy_is_independent() -> None:
