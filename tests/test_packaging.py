@@ -29,7 +29,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 EXTRAS = PROJECT["project"]["optional-dependencies"]
 
 
-def call(*command: str | Path, where: Path, **environment: str) -> str:
+def call(*command: str | Path, where: Path, guard: float = waiting.GUARD, **environment: str) -> str:
     """Run a command that must succeed, and return its standard output."""
     done = subprocess.run(
         [str(part) for part in command],
@@ -37,7 +37,7 @@ def call(*command: str | Path, where: Path, **environment: str) -> str:
         env={**os.environ, **environment},
         capture_output=True,
         text=True,
-        timeout=waiting.GUARD,
+        timeout=guard,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout
@@ -125,6 +125,23 @@ def test_the_quickstart_runs_from_an_empty_folder(installed: Path, tmp_path: Pat
     assert float(last[1]) <= 0.35, output
     assert float(last[2]) >= 0.90, output
     assert (tmp_path / "out" / "quickstart.html").exists()
+
+
+@pytest.mark.long  # needs a network
+def test_the_first_cell_installs_the_wheel_in_a_bare_environment(wheels: dict[str, Path], tmp_path: Path) -> None:
+    import nbformat
+
+    python = tmp_path / "venv" / "bin" / "python"
+    call(sys.executable, "-m", "venv", tmp_path / "venv", where=tmp_path)
+    call(python, "-m", "pip", "install", "--quiet", "ipython", where=tmp_path)
+    for name in ("01_quickstart", "07_masked_ppo"):
+        cell = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells[1].source
+        found = cell.replace("SOURCE = None", f"SOURCE = {str(wheels['tree'])!r}")
+        (tmp_path / f"{name}.ipy").write_text(f"{found}\nfrom agentfly_kit import widgets\nprint(widgets.__file__)\n")
+        printed = call(
+            python, "-m", "IPython", tmp_path / f"{name}.ipy", where=tmp_path, guard=1800
+        )  # installs torch
+        assert printed.splitlines()[-1].startswith(str(tmp_path / "venv")), printed
 
 
 @pytest.mark.real
