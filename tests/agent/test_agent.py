@@ -199,19 +199,6 @@ async def test_concurrent_and_repeated_iterations_yield_all_chains() -> None:
     assert len(one) == len(two) == len(await asyncio.wait_for(collect(run), GUARD)) == 6
 
 
-async def test_pause_and_resume() -> None:
-    engine = Played([call("1+1"), "5"])
-    run = agent(engine=engine, chat=chat()).rollout(numbered(6), max_concurrency=3)
-    run.pause()
-    waiting = asyncio.create_task(run)
-    await asyncio.sleep(0.03)
-    assert engine.given == []
-    assert "paused" in repr(run)
-    run.resume()
-    await asyncio.wait_for(waiting, GUARD)
-    assert len(engine.given) == 12
-
-
 async def test_events_of_each_chain_are_ordered_and_complete() -> None:
     run = played([call("2+3"), "5"]).rollout(numbered(4), group_size=2, max_concurrency=3)
     events: list[RolloutEvent] = []

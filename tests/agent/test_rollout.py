@@ -504,17 +504,6 @@ def test_an_interrupted_checkpoint_leaves_the_old_or_the_new_one(
     assert at > 5
 
 
-def test_a_failed_checkpoint_keeps_the_last_one(run: af.Run) -> None:
-    save(run, "one")
-    for error, raised in (
-        (OSError(errno.ENOSPC, "full"), af.errors.RunError),
-        (ZeroDivisionError(), ZeroDivisionError),
-    ):
-        with pytest.raises(raised), run.new_checkpoint():
-            raise error
-        assert held(run) == "one"
-
-
 @pytest.mark.parametrize("known", [True, False])
 def test_an_interrupted_claim_can_be_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, known: bool) -> None:
     at = 0

@@ -105,11 +105,6 @@ def test_dropped_trajectories_have_a_reason() -> None:
 GOOD = row(("prompt", 1), ("action", 2))
 
 
-def test_replace_applies_the_mask() -> None:
-    changed = af.collate([GOOD]).replace(values=torch.ones(1, 3), returns=torch.ones(1, 3))
-    assert torch.isnan(changed.values[0, 0])
-
-
 def test_replace_uses_the_new_mask() -> None:
     batch = af.collate([row(("prompt", 2), ("action", 1), ("observation", 1))])
     wide = batch.attention.clone()

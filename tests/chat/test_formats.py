@@ -118,30 +118,15 @@ def test_rendered_calls_are_compact() -> None:
     assert text == '<tool_call>{"name":"say","arguments":{"x":"é","n":[1,2]}}</tool_call>'
 
 
-SOUP = ["<tool_call>", "</tool_call>", "<think>", "</think>", '{"name":', '"a"', "null", "NaN", "1e999", "9" * 50]
-SOUP += [
-    *'{}[],:"-<>` \n\\é🙂\x00\ud800',
-    "\\ud800",
-    ";",
-    "```",
-    "```python\n",
-    "\n```\n",
-    '{"x":1}',
-    '"parameters":',
-]
-SOUP += ["Thought: ", "Action: a\n", "Action Input: ", "Observation:", "Final Answer:", "[TOOL_CALLS]", "[ARGS]"]
-SOUP += ["<search>", "</search>", "<answer>", "</answer>", "<action>", "</action>", "<|python_tag|>", '"arguments":']
-SOUP += ["<function=a>", "</function>", "<parameter=x>", "</parameter>"]
-SOUP += ["<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "<|tool_call>call:", '<|"|>', "<tool_call|>", "a("]
-SOUP += [
-    "<|tool_call_start|>",
-    "<|tool_call_end|>",
-    "to=functions.a",
-    "<|channel|>",
-    "<|message|>",
-    "<|call|>",
-    "x='",
-]
+SOUP = [
+    "<tool_call>", "</tool_call>", "<think>", "</think>", '{"name":', '"a"', "null", "NaN", "1e999", "9" * 50,
+    *'{}[],:"-<>` \n\\é🙂\x00\ud800', "\\ud800", ";", "```", "```python\n", "\n```\n", '{"x":1}', '"parameters":',
+    "Thought: ", "Action: a\n", "Action Input: ", "Observation:", "Final Answer:", "[TOOL_CALLS]", "[ARGS]",
+    "<search>", "</search>", "<answer>", "</answer>", "<action>", "</action>", "<|python_tag|>", '"arguments":',
+    "<function=a>", "</function>", "<parameter=x>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>",
+    "</arg_value>", "<|tool_call>call:", '<|"|>', "<tool_call|>", "a(", "<|tool_call_start|>", "<|tool_call_end|>",
+    "to=functions.a", "<|channel|>", "<|message|>", "<|call|>", "x='",
+]  # fmt: skip
 SCHEMAS = [{"function": {"name": "a", "parameters": {"properties": {"x": {"type": "string"}}}}}]
 ALL = af.chat.formats.NAMES
 # Tool and parameter of the formats that call a fixed tool.
@@ -192,43 +177,21 @@ def test_random_texts(name: str) -> None:
 CALL = '{"name":"a","arguments":{}}'
 REPEATED = [
     "<tool_call>", "Action: a\n", "```python\n", "[TOOL_CALLS]", '{"name":', "<think>", "</think>", "[", "`", " ",
-]  # fmt: skip
-REPEATED += ["\n", " \n", "<function=", "<search>", "<answer>", "Action Input: {", "Observation:\n", "</parameter>"]
-REPEATED += [
-    "<tool_call>x</tool_call>\n",
-    f"<tool_call>{CALL}</tool_call>",
-    f"[TOOL_CALLS][{CALL}]",
-    "[TOOL_CALLS]a{}",
-]
-REPEATED += [
-    "Action: a\nAction Input: {}\n",
-    "```python\nx\n```\n",
-    f"{CALL};",
-    "<search>{}</search>",
-    "[TOOL_CALLS][",
-]
-REPEATED += ["<arg_key>x</arg_key><arg_value>", "</arg_value>", "<tool_call>a</tool_call>", "<|tool_call>", '<|"|>']
-REPEATED += [
+    "\n", " \n", "<function=", "<search>", "<answer>", "Action Input: {", "Observation:\n", "</parameter>",
+    "<tool_call>x</tool_call>\n", f"<tool_call>{CALL}</tool_call>", f"[TOOL_CALLS][{CALL}]", "[TOOL_CALLS]a{}",
+    "Action: a\nAction Input: {}\n", "```python\nx\n```\n", f"{CALL};", "<search>{}</search>", "[TOOL_CALLS][",
+    "<arg_key>x</arg_key><arg_value>", "</arg_value>", "<tool_call>a</tool_call>", "<|tool_call>", '<|"|>',
     "<|tool_call>call:a{}<tool_call|>", '<|"|>a<|"|>,', "{a:", "<|tool_call_start|>", "a(), ", "a(x='y'), ", "'",
-]  # fmt: skip
-REPEATED += [
     "<|tool_call_start|>[a()]<|tool_call_end|>", "\\'", '"', "x=", "x=[", "' ", "to=functions.a", "<|message|>",
+    "<|start|>assistant to=functions.a<|channel|>commentary json<|message|>{}<|call|>", "<|channel|>", "a", "<|",
+    "<tool_call><function=a><parameter=x></tool_call>", '<tool_call>["</tool_call>', '<tool_call>"', "``` ",
 ]  # fmt: skip
-REPEATED += [
-    "<|start|>assistant to=functions.a<|channel|>commentary json<|message|>{}<|call|>",
-    "<|channel|>",
-    "a",
-    "<|",
-]
-REPEATED += ["<tool_call><function=a><parameter=x></tool_call>", '<tool_call>["</tool_call>', '<tool_call>"', "``` "]
 AROUND = [
-    ("", ""),
-    ("<tool_call>a<arg_key>x</arg_key><arg_value>", "</tool_call>"),
-    ("to=functions.a<|message|>", ""),
-]
-AROUND += [("<|tool_call>call:a{", "}<tool_call|>"), ("<|tool_call_start|>[", "]<|tool_call_end|>")]
-AROUND += [("<|tool_call_start|>[a(x=", ")]<|tool_call_end|>"), ("<|tool_call_start|>[a(x='", "')]<|tool_call_end|>")]
-AROUND += [('{"name":"a"}', "x"), ("[TOOL_CALLS]a", "x"), ("Action: a", "Final Answer: x"), ("```python", "x")]
+    ("", ""), ("<tool_call>a<arg_key>x</arg_key><arg_value>", "</tool_call>"), ("to=functions.a<|message|>", ""),
+    ("<|tool_call>call:a{", "}<tool_call|>"), ("<|tool_call_start|>[", "]<|tool_call_end|>"),
+    ("<|tool_call_start|>[a(x=", ")]<|tool_call_end|>"), ("<|tool_call_start|>[a(x='", "')]<|tool_call_end|>"),
+    ('{"name":"a"}', "x"), ("[TOOL_CALLS]a", "x"), ("Action: a", "Final Answer: x"), ("```python", "x"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ALL)

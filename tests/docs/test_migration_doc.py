@@ -99,12 +99,14 @@ def test_the_snippets_of_trl_are_accepted_by_trl() -> None:
 # It requires openai < 3. Its dependencies are pinned, because prime-sandboxes does not work with newer ones.
 VERIFIERS = (
     "verifiers==0.4.0 openai==2.54.0 anthropic==2.12.0 gepa==0.1.4 httpx2==2.16.2 loguru==0.7.3 aiofiles==25.1.0 "
+    "math-verify==0.9.0 renderers==0.1.12 tomli-w==1.2.0 prime-pydantic-config==0.4.3 prime-runs==0.1.4 "
+    "prime-sandboxes==0.5.1 prime-tunnel==0.1.15 connectrpc==0.11.1 pyqwest==0.12.0 protobuf-py==0.1.1 "
+    "protobuf-py-ext==0.1.1"
 )
-VERIFIERS += "math-verify==0.9.0 renderers==0.1.12 tomli-w==1.2.0 prime-pydantic-config==0.4.3 prime-runs==0.1.4 "
-VERIFIERS += "prime-sandboxes==0.5.1 prime-tunnel==0.1.15 connectrpc==0.11.1 pyqwest==0.12.0 protobuf-py==0.1.1 "
-VERIFIERS += "protobuf-py-ext==0.1.1"
-ART = "openpipe-art==0.5.18 litellm==1.82.0 polars polars-runtime-32 tblib setproctitle nest-asyncio fastuuid "
-ART += "h2 hpack hyperframe"
+ART = (
+    "openpipe-art==0.5.18 litellm==1.82.0 polars polars-runtime-32 tblib setproctitle nest-asyncio fastuuid h2 hpack "
+    "hyperframe"
+)
 TINKER = "tinker==0.38.0 tinker-cookbook==0.6.1 tml-renderers chz pyqwest"
 
 

@@ -23,7 +23,7 @@ def ready() -> list[str]:
     return [name for name in af.envs.FAMILIES if not getattr(af.envs, name).family.missing and name not in APART]
 
 
-FEWER = {"alfworld": 12, "code": 24, "competition": 16, "repo": 4, "sql": 16}
+FEWER = {"alfworld": 12, "code": 24, "competition": 16, "repo": 2, "sql": 16}
 """Number of tasks of families whose chains are slow."""
 
 

@@ -18,6 +18,7 @@ import errors
 import pytest
 from agents import Box, agent, call, fresh, played, put, put_call, random_policy, scripted, tasks
 from paths import ROOT
+from processes import alive
 from test_engine_vllm import gaps
 from test_fleet import nudge, states
 from test_server_updates import PolicyServer
@@ -430,17 +431,6 @@ def test_a_closure_of_a_notebook_travels(cluster: Any) -> None:
     assert done.stdout.splitlines()[-1] == "[7.0, 7.0] 7"
 
 
-@pytest.mark.soak
-def test_sandboxes_of_a_pool_run_in_the_workers(cluster: Any) -> None:
-    pool = af.Pool(Box, size=2)
-    given = scripted([put_call("a"), "x"], tools=[put], pools=[pool])
-    with af.ray.workers(given, 2) as workers:
-        rollout = asyncio.run(given.rollout(tasks(4), 2, workers=workers))
-    assert [c.result.observation for t in rollout for c in t.tool_calls if c.result] == ["a"] * 8
-    assert pool.snapshot().sandboxes == (), "no sandbox was started in this process"
-    assert {t.stop for t in rollout} == {"answered"}
-
-
 @pytest.mark.long
 def test_each_worker_has_its_own_pool_as_the_documentation_says(
     cluster: Any, capsys: pytest.CaptureFixture[str]
@@ -545,14 +535,6 @@ def test_close_leaves_no_process(cluster: Any) -> None:
     assert repr(workers) == "Workers(closed)"
 
 
-def alive(pid: int) -> bool:
-    """Return whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
 @pytest.mark.real
 def test_stopping_leaves_the_workers_usable(three: tuple[af.Agent, Any]) -> None:
     given, workers = three
@@ -576,8 +558,11 @@ def test_bad_input(cluster: Any, three: tuple[af.Agent, Any]) -> None:
         re.compile(r"budget must be None with workers.*group_budget="),
     )
     config = SMALL.replace(budget=af.Budget(turns=3))
-    with pytest.raises(af.errors.SettingsError, match=r"budget must be None with workers"):
-        af.train(given, given.engine.policy, tasks(3), config, workers=workers)  # type: ignore[attr-defined]
+    errors.check(
+        lambda: af.train(given, given.engine.policy, tasks(3), config, workers=workers),  # type: ignore[attr-defined]
+        af.errors.SettingsError,
+        "budget must be None with workers",
+    )
     errors.check(
         lambda: given.replace(engine=af.LocalEngine(random_policy()), chat=given.chat).rollout(
             tasks(1), workers=workers

@@ -191,8 +191,10 @@ CHEATS = {
 }
 
 # These end or flood every call, so that the form of the test does not matter.
-ENDS = ("exit when called", "sys.exit", "an exception that ends loops", "patched answers", "an exit handler")
-ENDS += ("deep", "long", "no text", "floods", "an interrupt")
+ENDS = (
+    "exit when called", "sys.exit", "an exception that ends loops", "patched answers", "an exit handler", "deep",
+    "long", "no text", "floods", "an interrupt",
+)  # fmt: skip
 
 
 async def test_cheating_submissions_pass_no_test():

@@ -25,6 +25,7 @@ import pytest
 import pytest_asyncio
 import test_sandbox_abuse as abuse
 from calls import each
+from cancelling import cancelled_lives
 from containers import IMAGE, Podman, trouble
 from patience import begun
 from test_sandbox_abuse import attack
@@ -385,24 +386,10 @@ async def test_a_container_that_is_killed_from_outside(engine: Podman):
 
 
 async def test_cancelled_while_it_starts_and_while_it_runs(engine: Podman):
-    print("seed 0")
-    chance = random.Random(0)
-    async with af.Pool(af.PythonSandbox, size=2, isolation=place(engine), acquire_timeout=GUARD) as pool:
+    def opened(chance: random.Random) -> af.Pool[af.PythonSandbox]:
+        return af.Pool(af.PythonSandbox, size=2, isolation=place(engine), acquire_timeout=GUARD)
 
-        async def chain() -> None:
-            async with pool.lease() as sandbox:
-                assert (await sandbox.run("'x' in globals()")).value == "False"
-                await sandbox.run("x = 1\nimport time\ntime.sleep(0.05)")
-
-        for _ in range(4):
-            tasks = [asyncio.ensure_future(chain()) for _ in range(6)]
-            for task in tasks:
-                await asyncio.sleep(chance.random() * 0.15)
-                task.cancel()
-            for result in await asyncio.gather(*tasks, return_exceptions=True):
-                assert result is None or isinstance(result, asyncio.CancelledError), result
-        assert (pool.snapshot().leased, pool.snapshot().waiting) == (0, 0)
-        await chain()
+    assert await cancelled_lives(opened, random.Random(0), 24, late=1.0) >= 24
     for delay in (0.0, 0.02, 0.1):
         sandbox = af.PythonSandbox(isolation=place(engine))
         starting = asyncio.ensure_future(sandbox.start())

@@ -211,13 +211,6 @@ async def test_death_is_reported_and_the_next_call_works(level: str, code: str, 
         assert sandbox.alive and (await sandbox.run("1 + 1")).value == "2"
 
 
-async def test_exit_is_reported_as_an_exception(sandbox: af.PythonSandbox):
-    await sandbox.run("x = 1")
-    result = await sandbox.run("import sys\nsys.exit(2)")
-    assert (result.error_type, result.died) == ("SystemExit", False)
-    assert (await sandbox.run("x")).value == "1"
-
-
 @pytest.mark.parametrize("level", [each for each in few("strict") if each.values != ("none",)])
 async def test_a_sandbox_killed_from_outside_raises(level: str):
     """A kill from outside is a failure of the host, which leaves the chain unscored. Without isolation, the code itself
@@ -251,14 +244,6 @@ async def test_close_during_a_call(level: str):
 # --- limits ---------------------------------------------------------------------------------------
 
 
-async def test_a_memory_error_keeps_the_variables(level: str):
-    async with af.PythonSandbox(isolation=level, memory_mb=128) as sandbox:
-        await sandbox.run("x = 1")
-        result = await sandbox.run("y = bytearray(2 ** 30)")
-        assert (result.error_type, result.limit, result.died) == ("MemoryError", "memory", False)
-        assert (await sandbox.run("x")).value == "1"
-
-
 @pytest.mark.skipif(isolation.hierarchy() is None, reason="no control group is writable here")
 async def test_all_processes_are_in_the_control_group(sandbox: af.PythonSandbox):
     await sandbox.run("import subprocess; subprocess.Popen(['sleep', '100'])")
@@ -267,11 +252,22 @@ async def test_all_processes_are_in_the_control_group(sandbox: af.PythonSandbox)
     assert set(sandbox._handle.group.processes()) == everything
 
 
-async def test_cpu_limit(level: str, never_killed: None):
-    async with af.PythonSandbox(isolation=level, cpu_seconds=0.3) as sandbox:
+@pytest.mark.parametrize(
+    ("settings", "code", "error", "limit"),
+    [
+        ({}, "import sys\nsys.exit(2)", "SystemExit", None),
+        ({"memory_mb": 128}, "y = bytearray(2 ** 30)", "MemoryError", "memory"),
+        ({"cpu_seconds": 0.3}, "while True: pass", "KeyboardInterrupt", "cpu"),
+    ],
+    ids=["exit", "memory", "cpu"],
+)
+async def test_an_exit_or_a_limit_keeps_the_variables(
+    level: str, settings: dict[str, float], code: str, error: str, limit: str | None, never_killed: None
+):
+    async with af.PythonSandbox(isolation=level, **settings) as sandbox:
         await sandbox.run("x = 1")
-        result = await sandbox.run("while True: pass")
-        assert (result.limit, result.timed_out) == ("cpu", False)
+        result = await sandbox.run(code)
+        assert (result.error_type, result.limit, result.timed_out, result.died) == (error, limit, False, False)
         assert (await sandbox.run("x")).value == "1"
 
 

@@ -178,18 +178,6 @@ async def test_fork_copies_state_and_forks_sandboxes() -> None:
         assert pool.snapshot().leased == 0
 
 
-async def test_failed_fork_names_the_sandbox_or_the_state_and_leases_nothing() -> None:
-    async with af.Pool(Box, size=2) as pool:
-        context = af.Context(TASK, trajectory_id="a", pools=[pool])
-        await (await context.fork("before")).close()  # no sandbox is held yet
-        await context.sandbox(Box)
-        await errors.check(
-            lambda: context.fork("b"), af.errors.SandboxError, "the chain 'a' holds a Box, which cannot fork"
-        )
-        assert pool.snapshot().leased == 1
-        await context.close()
-
-
 class Guess:
     """Environment in TRL's format: `reset` with task fields, tools, and `get_reward`."""
 

@@ -23,7 +23,6 @@ import numpy as np
 import pydantic
 import pytest
 import typing_extensions
-from cancelling import patient_sandboxes
 from pydantic import Field
 from waiting import GUARD
 
@@ -269,6 +268,14 @@ async def test_tool_is_callable_like_its_function() -> None:
 
     assert await later(4) == 5 and "write `await later(...)`" in repr(later(4))
 
+    @af.tool
+    def wrapper() -> Any:
+        """Return an awaitable."""
+        return later.function(4)
+
+    for made in (wrapper, af.tool(functools.partial(later.function, x=4))):
+        assert (await made.try_()).observation == "5"
+
 
 class Counter:
     def __init__(self) -> None:
@@ -407,21 +414,6 @@ async def test_results_are_returned_unchanged_and_long_ones_are_cut() -> None:
     assert await give.try_(n=6, done=True) == dataclasses.replace(whole, observation=cut, truncated=True)
     assert (await give.try_(n=0)).observation == "no su\n[cut: the first 5 of 22 characters]"
     assert await af.tool(max_chars=None)(give.function).try_(n=0) == af.ToolResult(False, "no such city: Atlantis")
-
-
-async def test_awaitables_of_functions_and_partials_are_awaited() -> None:
-    async def inner(x: Annotated[int, "n"], factor: Annotated[int, "m"]) -> int:
-        """Multiply."""
-        await asyncio.sleep(0)
-        return x * factor
-
-    @af.tool
-    def wrapper(x: Annotated[int, "n"]) -> Any:
-        """Wrap."""
-        return inner(x, 2)
-
-    for made in (wrapper, af.tool(functools.partial(inner, factor=2))):
-        assert (await made.try_(x=4)).observation == "8"
 
 
 async def test_arguments_are_coerced_and_invalid_ones_are_observations() -> None:
@@ -564,20 +556,6 @@ async def test_a_blocked_event_loop_is_charged_only_to_the_call_that_blocks_it()
     assert blocking.observation == "blocks took longer than 0.3 s and blocked the event loop."
 
 
-async def test_thread_is_abandoned_at_its_timeout() -> None:
-    release, threads = threading.Event(), []
-
-    @af.tool(timeout=0.02)
-    def slow() -> None:
-        """Be slow."""
-        threads.append(threading.current_thread())
-        release.wait(GUARD)
-
-    assert (await slow.try_()).observation == "slow took longer than 0.02 s and was abandoned."
-    release.set()
-    assert all(thread.daemon for thread in threads)  # none if the time was over before a thread began
-
-
 ENDING = """
 import asyncio, os, sys, threading, time
 import torch
@@ -712,30 +690,6 @@ async def test_try_uses_a_temporary_sandbox() -> None:
     assert [(await execute.try_(code="a")).observation for _ in range(2)] == ["a: 2", "a: 2"]
     assert [box.closed for box in FakeBox.opened] == [True, True]
     assert "Agent(pools=[af.Pool(FakeBox)])" in str((await execute.invoke({"code": "a"}, context())).error)
-
-
-async def test_python_sandbox_keeps_variables_and_survives_a_cancelled_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    patient_sandboxes(monkeypatch)
-
-    async def python(code: Annotated[str, "Python"], sandbox: af.PythonSandbox) -> Any:
-        """Run Python."""
-        return await sandbox.run(code, timeout=GUARD)
-
-    async def observed(code: str, here: af.Context, limit: float = GUARD) -> str:
-        result = await af.tool(timeout=limit)(python).invoke({"code": code}, here)
-        assert result.error is None, result.error
-        return result.observation
-
-    async with af.Pool(af.PythonSandbox, size=1) as pool:
-        async with af.Context(TASK, trajectory_id="one", pools=[pool]) as one:
-            assert await observed("x = 6", one) == ""
-            assert await observed("x * 7", one) == "42"
-            assert "ZeroDivisionError" in await observed("1/0", one)
-            assert await observed("while True: pass", one, 0.5) == "python took longer than 0.5 s and was cancelled."
-            assert await observed("print('here')", one) == "here"
-        async with af.Context(TASK, trajectory_id="two", pools=[pool]) as two:
-            assert "NameError" in await observed("x", two)
-        assert pool.snapshot().leased == 0
 
 
 async def test_calls_that_share_a_sandbox_run_in_order() -> None:

@@ -187,8 +187,9 @@ async def test_a_complete_run_continues_with_more_steps(tmp_path: Path) -> None:
     constant = SMALL.replace(lr_end=None, steps=2)
     folder = tmp_path / "run"
     await start(folder, config=constant)
-    with pytest.raises(af.errors.RunMismatch, match=r"config\.lr: was 0\.001, now 0\.0005"):
-        start(folder, config=constant.replace(lr=5e-4))  # nothing is added
+    # Nothing is added.
+    other = constant.replace(lr=5e-4)
+    errors.check(lambda: start(folder, config=other), af.errors.RunMismatch, "config.lr: was 0.001, now 0.0005")
     operational = {"max_concurrency": 7, "evaluate_every": 0, "checkpoint_every": 3, "keep": "all"}
     longer = await start(folder, config=constant.replace(steps=4, **operational))
     whole = await start(config=constant.replace(steps=4))
@@ -200,8 +201,9 @@ async def test_a_complete_run_continues_with_more_steps(tmp_path: Path) -> None:
     async for step in run:
         if step.step == 5:
             break
-    with pytest.raises(af.errors.RunMismatch, match=r"config\.steps: was 7, now 8"):
-        start(folder, config=added.replace(steps=8))  # the run is not complete
+    # The run is not complete.
+    eight = added.replace(steps=8)
+    errors.check(lambda: start(folder, config=eight), af.errors.RunMismatch, "config.steps: was 7, now 8")
     await start(folder, config=added)
     assert [r["lr"] for r in af.Run(folder).records] == pytest.approx([1e-3] * 4 + [4e-4, 3e-4, 2e-4])
 

@@ -167,6 +167,7 @@ def test_views_are_shown_by_their_pictures_after_the_notebook_was_closed(noteboo
 
 
 @needs_browser
+@pytest.mark.real
 def test_views_are_live_again_after_the_page_was_reloaded(notebook: Any) -> None:
     nb = notebook(
         """

@@ -96,7 +96,7 @@ async def test_the_buttons_pause_resume_and_stop() -> None:
     await until(lambda: run.snapshot().count("waiting") == 4)
     asked = len(engine.given)
     await asyncio.sleep(0.1)
-    assert len(engine.given) == asked and run.snapshot().state == "paused"
+    assert len(engine.given) == asked and run.snapshot().state == "paused" and "paused" in repr(run)
     engine.free, done = asked + 10, run.snapshot().count("done")
     engine.gate.clear()
     click(view, "resume")

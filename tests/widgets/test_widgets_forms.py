@@ -296,22 +296,6 @@ async def test_what_a_reward_form_keeps(tmp_path: Any) -> None:
     assert repr(empty) == "RewardForm(ends, 0 trajectories, 0 gained, 0 lost)"
 
 
-async def test_a_slow_reward_is_cancelled() -> None:
-    began = asyncio.Event()
-
-    @af.reward
-    async def slow(final: str | None) -> float:
-        began.set()
-        await asyncio.Event().wait()
-        return 1.0
-
-    form = w.RewardForm(slow, saved())
-    await began.wait()
-    assert form.busy
-    await press(form, "cancel")
-    assert not form.busy and form.rescored is None
-
-
 async def test_a_reward_form_of_nasty_texts() -> None:
     form = w.RewardForm(ends, saved(len(NASTY), nasty=True))
     await form.score()
