@@ -180,16 +180,23 @@ def run_demo(path: Path, out: Path, save: bool = False) -> int:
         print(f"demo: no notebook {path}", file=sys.stderr)
         return 1
 
+    if save and not os.access(path, os.W_OK):
+        print(f"demo: cannot write to {path}; leave out --save", file=sys.stderr)
+        return 1
     # Empty the folder only if it contains the marker file of an earlier demo.
     folder = out.resolve()
     mark = folder / ".agentfly-demo"
-    if folder.is_dir() and any(folder.iterdir()):
-        if not mark.exists():
-            print(f"demo: {folder} contains other files; choose an empty folder with --out", file=sys.stderr)
-            return 1
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    mark.touch()
+    try:
+        if folder.is_dir() and any(folder.iterdir()):
+            if not mark.exists():
+                print(f"demo: {folder} contains other files; choose an empty folder with --out", file=sys.stderr)
+                return 1
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    except OSError as error:
+        print(f"demo: cannot write to {out} ({error.strerror}); choose another folder with --out", file=sys.stderr)
+        return 1
 
     # Use one thread, which is fastest for a tiny model, and disable downloads. Prefer the kernel of this environment to
     # a kernel with the same name in the home directory.

@@ -10,7 +10,9 @@ from typing import Any
 
 import nbformat
 import pytest
+from levels import STRICT
 from paths import ROOT
+from waiting import GUARD
 
 import agentfly_kit as af
 from agentfly_kit import __main__ as command_line
@@ -91,9 +93,23 @@ def test_a_missing_package_names_the_extra(
 
 def test_a_folder_that_cannot_be_written(started: list[Any], capsys: pytest.CaptureFixture[str]) -> None:
     Path("file").write_text("")
-    assert command_line.main(["lab", "file/course"]) == 1
-    assert "cannot write to file/course (Not a directory); choose another folder" in capsys.readouterr().err
+    for command in (["lab", "file/here"], ["demo", "--out", "file/here"]):
+        assert command_line.main(command) == 1
+        assert "cannot write to file/here (Not a directory); choose another folder" in capsys.readouterr().err
     assert started == []
+
+
+@pytest.mark.skipif(bool(STRICT), reason=STRICT)
+def test_a_demo_that_cannot_be_saved_runs_nothing(tmp_path: Path) -> None:
+    locked, out = tmp_path / "locked", tmp_path / "out"
+    locked.mkdir()
+    nbformat.write(nbformat.v4.new_notebook(), locked / "mine.ipynb")
+    read_only = ["bwrap", "--bind", "/", "/", "--dev-bind", "/dev", "/dev", "--ro-bind", locked, locked]
+    demo = [sys.executable, "-m", "agentfly_kit", "demo", locked / "mine.ipynb", "--save", "--out", out]
+    done = subprocess.run([*read_only, *demo], capture_output=True, text=True, timeout=GUARD)
+    assert done.returncode == 1
+    assert done.stderr == f"demo: cannot write to {locked / 'mine.ipynb'}; leave out --save\n"
+    assert not out.exists()
 
 
 def test_an_older_python_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

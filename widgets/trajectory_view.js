@@ -184,7 +184,7 @@ export default {
           },
         });
         root.style.setProperty("--columns2", `minmax(0, 1fr) ${about.answers ? "minmax(64px, 0.3fr) " : ""}60px ${"72px ".repeat(shownMetrics.length)}94px`);
-        root.style.setProperty("--columns1", `minmax(0, 1fr) ${about.answers ? "70px " : ""}52px ${shownMetrics.length ? "60px " : ""}72px`);
+        root.style.setProperty("--columns1", `minmax(0, 1fr) ${about.answers ? "70px " : ""}52px ${shownMetrics.length ? "60px " : ""}80px`);
         root.classList.toggle("afk-noanswers", !about.answers);
         const by = (key, text, cls) => h("button", { type: "button", class: `afk-link afk-num ${cls}`, title: `Sort by ${text}`, onclick: () => { if (sort.value === key) down.click(); else { sort.value = key; refilter(); } } }, text);
         const heads = h("div", { class: "afk-grid afk-heads", role: "group", "aria-label": "Columns" }, h("span", { class: "afk-outcome" }, "outcome"), h("span", {}, "question"), h("span", { class: "afk-answer2", title: "the task's field answer" }, "expected"), by("reward", "reward", "afk-reward"), ...shownMetrics.map((name, i) => by(`m${i}`, name, "afk-metric")), h("span", {}, "stop reason"));

@@ -146,3 +146,13 @@ def test_an_interrupted_run_continues_and_a_killed_kernel_is_noticed(notebook: A
     )  # the clocks have stopped
     assert view.locator(".afk-line").count() >= 4
     shoot("killed")
+    page.locator(".jp-Dialog .jp-mod-accept").click()  # "The kernel appears to have died. It will restart."
+    nb.run(wait=False)
+    browser.expect(state).to_have_text("running", use_inner_text=True)
+    page.wait_for_function(
+        "(n) => Number(document.querySelector('.afk-trainview [aria-valuenow]').ariaValueNow) > n", arg=done + 1
+    )
+    browser.expect(page.locator(".afk-stale").filter(visible=True)).to_have_count(0)
+    view.get_by_role("button", name="Stop after this step").click()
+    nb.finish()
+    assert nb.python("run.resumed_from") > done
