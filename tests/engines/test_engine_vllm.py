@@ -244,7 +244,7 @@ async def test_it_is_the_teacher_of_a_distillation(engine: af.VLLMEngine, policy
         samples = group.create_task(agents.agent(policy, engine=engine).rollout(agents.tasks(16)))
     assert all(torch.allclose(torch.tensor(s.result()), wanted.flatten(), atol=GAP) for s in scores)
     failed = [str(t.error) for t in samples.result().trajectories if t.error]
-    assert all("sample and score one after the other" in error for error in failed)
+    assert all("use one engine for sampling and another" in error for error in failed)
     kept = [t for t in samples.result().trajectories if not t.error]
     assert not kept or max(gaps(policy, af.collate(kept, af.advantages.grpo))) <= GAP
 
