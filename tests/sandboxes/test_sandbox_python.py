@@ -253,21 +253,23 @@ async def test_all_processes_are_in_the_control_group(sandbox: af.PythonSandbox)
 
 
 @pytest.mark.parametrize(
-    ("settings", "code", "error", "limit"),
+    ("settings", "code", "errors", "limit"),
     [
-        ({}, "import sys\nsys.exit(2)", "SystemExit", None),
-        ({"memory_mb": 128}, "y = bytearray(2 ** 30)", "MemoryError", "memory"),
-        ({"cpu_seconds": 0.3}, "while True: pass", "KeyboardInterrupt", "cpu"),
+        ({}, "import sys\nsys.exit(2)", ["SystemExit"], None),
+        ({"memory_mb": 128}, "y = bytearray(2 ** 30)", ["MemoryError"], "memory"),
+        # The limit is applied from inside and from outside of the process; either can be first.
+        ({"cpu_seconds": 0.3}, "while True: pass", ["CpuLimit", "KeyboardInterrupt"], "cpu"),
     ],
     ids=["exit", "memory", "cpu"],
 )
 async def test_an_exit_or_a_limit_keeps_the_variables(
-    level: str, settings: dict[str, float], code: str, error: str, limit: str | None, never_killed: None
+    level: str, settings: dict[str, float], code: str, errors: list[str], limit: str | None, never_killed: None
 ):
     async with af.PythonSandbox(isolation=level, **settings) as sandbox:
         await sandbox.run("x = 1")
         result = await sandbox.run(code)
-        assert (result.error_type, result.limit, result.timed_out, result.died) == (error, limit, False, False)
+        assert result.error_type in errors
+        assert (result.limit, result.timed_out, result.died) == (limit, False, False)
         assert (await sandbox.run("x")).value == "1"
 
 
