@@ -341,7 +341,7 @@ def _load_model(weights: str, tokenizer: str, device: torch.device, options: dic
 def _count_weights(folder: Path) -> tuple[int, int]:
     """Return the number of weights in the safetensors files of a local folder, and the size of the files in bytes."""
     count = stored = 0
-    for file in folder.glob("*.safetensors"):
+    for file in folder.glob("model*.safetensors"):  # some folders contain the weights in another layout as well
         size = file.stat().st_size
         with file.open("rb") as stream:
             header = json.loads(stream.read(min(int.from_bytes(stream.read(8), "little"), size)))
@@ -354,8 +354,10 @@ def _check_memory(weights: str, needed: int, device: torch.device) -> None:
     """Raise PolicyError if a device does not have `needed` bytes in all, whatever else it holds."""
     if device.type == "cuda":
         available = torch.cuda.mem_get_info(device)[1]
-    else:
+    elif hasattr(os, "sysconf"):
         available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    else:  # Windows
+        return
     if needed > available:
         raise PolicyError(
             f"{device} must have {needed / 1e9:.1f} GB of memory for the weights of {weights!r}, got "
@@ -444,9 +446,8 @@ def _with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:
     options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "lora_dropout": 0.0} | options
     if options["lora_dropout"]:
         raise SettingsError("lora_dropout must be 0; dropout makes the trained and the sampled distribution differ")
-    with torch.random.fork_rng(
-        devices=[]
-    ):  # initialize the adapter reproducibly without changing the global generator
+    # Initialize the adapter reproducibly, without changing the global generator.
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return get_peft_model(model, LoraConfig(**options))
 

@@ -55,9 +55,8 @@ class TrackerSet:
 
     def __init__(self) -> None:
         self._trackers: list[Any] = []  # instances of Tracker, or objects with the same methods
-        self._last: dict[int, int] | None = (
-            None  # last tracked step, by id(tracker); None unless a run is in progress
-        )
+        # Last tracked step, by id(tracker); None unless a run is in progress.
+        self._last: dict[int, int] | None = None
 
     def add(self, trackers: Iterable[Any]) -> None:
         for tracker in trackers:
