@@ -22,6 +22,7 @@ from typing import Any
 from agentfly_kit.envs.chess import puzzles
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.tiny import NAMES, _check_name, _imitate, _untrained
+from recipes import word_problems
 from recipes.base import BaseRecipe
 
 
@@ -83,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m recipes", description=main.__doc__)
     parser.add_argument("what", choices=("tasks", "policy"))
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--name", choices=(*NAMES, "chess"), default="calculator")
+    parser.add_argument("--name", choices=(*NAMES, "chess", "word_problems"), default="calculator")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
@@ -98,4 +99,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _tasks(name: str, seed: int) -> Mapping[str, Sequence[dict[str, Any]]]:
     if name == "chess":  # tasks without a policy
         return {split: list(puzzles.made(count, seed=seed, split=split)) for split, count in puzzles.SIZES.items()}
+    if name == "word_problems":
+        return word_problems.tasks(seed)
     return recipe(name).tasks(seed)
