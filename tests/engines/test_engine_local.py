@@ -313,15 +313,15 @@ async def test_chains_of_many_turns_compute_each_token_once(turns: int) -> None:
         check(policy, ids, sample)
 
 
-async def test_the_prompt_of_a_group_is_computed_once() -> None:
+async def test_what_prompts_have_in_common_is_computed_once() -> None:
     policy = endless()
     engine = af.LocalEngine(policy)
-    ids = prompt(50)
+    prompts = [prompt(50) + prompt(7, seed=i) for i in range(4) for _ in range(3)]
     got = await asyncio.gather(
-        *(engine.sample(ids, af.Sampling(max_tokens=4), i, request=request(str(i))) for i in range(12))
+        *(engine.sample(ids, af.Sampling(max_tokens=4), i, request=request(str(i))) for i, ids in enumerate(prompts))
     )
-    assert engine.prefilled <= 50 + 11
-    for sample in got:
+    assert engine.prefilled <= 50 + 4 * 7 + len(prompts)  # a request that arrives late computes the last token
+    for ids, sample in zip(prompts, got, strict=True):
         check(policy, ids, sample)
 
 

@@ -24,6 +24,9 @@ _CPU_PREFILL_TOKENS, _CPU_FORWARD_TOKENS = 4096, 512
 _PREFILL_TOKENS, _FORWARD_TOKENS = 32768, 8192
 # Possible widths of a prefill chunk in tokens.
 _CHUNK_WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
+# If the prompt of a request shares at least this many tokens with the first prompt of a prefill that no slot contains, the
+# request waits until these tokens can be copied. The prompts of a rollout usually share their system message.
+_MIN_SHARED_TOKENS = 32
 # A prefill starts when more requests wait than run, or when the oldest has waited for more decode steps than this.
 _PREFILL_MAX_WAIT = 12
 
@@ -66,7 +69,8 @@ class ContinuousBatch:
                 request.waited += 1
                 # Prefilling one row takes as long as a decode step of many rows, so collect several requests first.
             if len(self.waiting) > table.active or self.waiting[0].waited > _PREFILL_MAX_WAIT:
-                self._prefill()
+                while self._prefill():
+                    pass
         if table.active:
             self._decode()
 
@@ -80,14 +84,17 @@ class ContinuousBatch:
 
     # --- prefill ---
 
-    def _prefill(self) -> None:
-        """Assign slots to waiting requests, prefill their prompts and sample their first tokens."""
+    def _prefill(self) -> bool:
+        """Assign slots to waiting requests, prefill their prompts and sample their first tokens.
+
+        Returns whether requests wait for a prefix that is in the cache now.
+        """
         table = self.table
         chosen: list[tuple[Request, int, int]] = []
         duplicates: list[tuple[Request, int, int]] = []
         later: list[Request] = []
         lead: dict[bytes, int] = {}
-        width = 0
+        width, shares = 0, False
         limit = _CPU_PREFILL_TOKENS if self.policy.device.type == "cpu" else _PREFILL_TOKENS
         # Hold the lock, so that the weights cannot change between the search for cached prefixes and the prefill.
         with self.policy.lock:
@@ -95,6 +102,10 @@ class ContinuousBatch:
             for request in self.waiting:
                 # The chains of a group have the same prompt, so prefill it once and copy its keys and logits.
                 key = request.ids.tobytes()
+                if chosen and key not in lead and self._should_wait(request, chosen[0]):
+                    shares = True
+                    later.append(request)
+                    continue
                 width = max(width, min(len(request.ids) - table.held_history(request), _CHUNK_WIDTHS[-1]))
                 if key not in lead and width * (len(chosen) + 1) > limit:
                     later.append(request)
@@ -113,7 +124,7 @@ class ContinuousBatch:
                     chosen.append((request, *place))
             self.waiting = later
             if not chosen:
-                return
+                return False
             logits, version = self._prompt_logits(chosen)
             for request, slot, first in duplicates:
                 table.cache.copy(chosen[first][1], slot, len(request.ids))
@@ -127,7 +138,7 @@ class ContinuousBatch:
             else:
                 going.append(i)
         if not going:
-            return
+            return shares
         ended = self._sample_next([chosen[i][0] for i in going], logits[going], version)
         joining = []
         for at, i in enumerate(going):
@@ -140,6 +151,18 @@ class ContinuousBatch:
             table.start(slot)
         requests = {at: chosen[going[at]][0] for at in ended}
         deliver(*((requests[at].future, requests[at].sample(why)) for at, why in ended.items()))
+        return shares
+
+    def _should_wait(self, request: Request, first: tuple[Request, int, int]) -> bool:
+        """Return True if many tokens of the request will be in the cache after the prefill of `first`, but are not now.
+
+        `first` contains the first chosen request, its slot, and the number of tokens already in that slot.
+        """
+        leader, _, held = first
+        ids, other = request.ids[: len(leader.ids)], leader.ids[: len(request.ids)]
+        same = ids == other
+        common = len(ids) if same.all() else int(same.argmin())
+        return common - max(held, self.table.held_history(request)) >= _MIN_SHARED_TOKENS
 
     def _prompt_logits(self, chosen: list[tuple[Request, int, int]]) -> tuple[Tensor, int]:
         """Return the logits after each of R prompts, (R, vocabulary size), and the policy version that computed them.
