@@ -24,8 +24,8 @@ _CPU_PREFILL_TOKENS, _CPU_FORWARD_TOKENS = 4096, 512
 _PREFILL_TOKENS, _FORWARD_TOKENS = 32768, 8192
 # Possible widths of a prefill chunk in tokens.
 _CHUNK_WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
-# If the prompt of a request shares at least this many tokens with the first prompt of a prefill that no slot contains, the
-# request waits until these tokens can be copied. The prompts of a rollout usually share their system message.
+# A request waits until the first prompt of a prefill is in the cache if it can then copy this many tokens more.
+# The prompts of a rollout usually share their system message.
 _MIN_SHARED_TOKENS = 32
 # A prefill starts when more requests wait than run, or when the oldest has waited for more decode steps than this.
 _PREFILL_MAX_WAIT = 12
