@@ -30,11 +30,9 @@ WORDINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "trees does the farmer plant in all?",
             "{name} reads {a} pages a day for {b} days and then {c} pages on the last evening. How many pages has "
             "{name} read?",
-            "Repairing a car takes {a} hours at {b} euros per hour. The spare parts cost {c} euros. How much does "
-            "the "
+            "Repairing a car takes {a} hours at {b} euros per hour. The spare parts cost {c} euros. How much does the "
             "repair cost?",
-            "A printer makes {a} posters a minute and has been running for {b} minutes. Before that, {c} posters "
-            "were "
+            "A printer makes {a} posters a minute and has been running for {b} minutes. Before that, {c} posters were "
             "finished. How many posters are finished now?",
             "A theatre puts {a} chairs into each of {b} rows and {c} chairs behind the last row. How many chairs are "
             "in the theatre?",
