@@ -37,6 +37,8 @@ _MASKED_ATTENTION_COST = 4.0
 
 # Maximum number of logits computed at once, which take 512 MB. Larger micro-batches are processed in chunks.
 _MAX_LOGITS = 2**27
+# Number of parameters above which the activations of a micro-batch, not its fixed costs, limit its size on a CPU.
+_LARGE = 2**25
 
 
 @dataclass
@@ -102,8 +104,13 @@ class LanguageModel:
 
     @property
     def micro_tokens(self) -> int:
-        """Default number of padded tokens per forward pass. Smaller on a CPU, where padding is more expensive."""
-        return 1536 if self.device.type == "cpu" else 32768
+        """Default number of padded tokens per forward pass. Smaller on a CPU, where padding is more expensive.
+
+        With 135 million parameters, an update with 512 tokens took as long as one with 1,536, in 2 GB less memory.
+        """
+        if self.device.type != "cpu":
+            return 32768
+        return 1536 if self.size < _LARGE else 512
 
     @property
     def launch_overhead(self) -> int:

@@ -162,10 +162,11 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._start_over = not resume
         # Store the initial fingerprint for each folder, so that a second call with the trained policy matches the run.
         key = str(self.path.resolve())
+        trained = self.policy.version > 0 and bool(self.policy.run_fingerprints)
         if self._start_over:
             self.policy.run_fingerprints.pop(key, None)
         self._start = self.policy.run_fingerprints.setdefault(key, self.policy.fingerprint())
-        if not self._check_identity() and self.policy.version > 0 and self._workers.is_main:
+        if not self._check_identity() and trained and self._workers.is_main:
             warnings.warn(
                 f"this run starts from trained weights (version {self.policy.version}); for the original weights, load "
                 "the policy again with af.Policy.load, or train a policy.copy() made before the first training",

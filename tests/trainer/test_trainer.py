@@ -255,9 +255,12 @@ async def test_a_different_run_is_rejected_with_the_difference(tmp_path: Path) -
         )
 
 
-async def test_a_new_run_from_trained_weights_warns(tmp_path: Path) -> None:
+async def test_a_new_run_from_weights_of_another_run_warns(tmp_path: Path) -> None:
     policy = learner()
     one = SMALL.replace(steps=1)
+    imitated = learner()
+    imitated.version = 2
+    start(tmp_path / "imitated", imitated, one)  # imitation before a run is usual, so this does not warn
     await start(tmp_path / "first", policy, one)
     assert policy.version == 4
     start(tmp_path / "first", policy, one)  # the same run
