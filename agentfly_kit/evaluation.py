@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from agentfly_kit._async.pending_call import pending_call
@@ -72,9 +72,13 @@ class Evaluation(Displayable):
         """Compare this evaluation with a later one of the same tasks, using a paired test; see `Rollout.diff`."""
         return self.rollout.diff(other.rollout)
 
+    def __iter__(self) -> Iterator[Trajectory]:
+        """Iterate over the evaluated chains."""
+        return iter(self.rollout)
+
     def __repr__(self) -> str:
         parts = [
-            f"success {self.success:.3f} [{self.low:.3f}, {self.high:.3f}]",
+            f"success {self.success:.3f} (95 % interval {self.low:.3f} to {self.high:.3f})",
             "greedy" if self.greedy else "sampled",
             f"{self.tasks} tasks x {self.samples}",
         ]

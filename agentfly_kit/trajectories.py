@@ -293,7 +293,7 @@ class Trajectory(Displayable):
         object.__setattr__(self, "note", note)
 
     def explain(self) -> str:
-        """Return a short description of the chain and its score."""
+        """Return a short description of the chain and its score, in one line or, if it is long, two."""
         calls = self.tool_calls
         did = f"{len(self.actions)} action{'s' * (len(self.actions) != 1)}"
         if calls:
@@ -303,15 +303,24 @@ class Trajectory(Displayable):
             "answered": f"answered {self.final!r}",
             "error": f"failed: {self.error}",
             "cancelled": "was cancelled",
+            "env_done": "was ended by its environment",
         }.get(self.stop, f"was stopped by {self.stop}, without an answer" if self.final is None else self.stop)
-        parts = ", ".join(f"{k} {v:g}" for k, v in self.metrics.items())
+        shown = dict(self.metrics)
+        # Leave out what only repeats the reward.
+        if self.reward is not None and shown.get("success") == (self.reward >= 1):
+            del shown["success"]
+        if [*shown.values()] == [self.reward]:
+            shown = {}
+        parts = ", ".join(f"{k} {v:g}" for k, v in shown.items())
         if self.reward is None:
             score = "Unscored" + (f": {self.error}" if self.error and self.stop != "error" else "")
         else:
             score = f"Reward {self.reward:g}" + (f" ({parts})" if parts else "")
         wanted = self.task.fields.get("answer")
         answer = f" The task's answer is {wanted!r}." if wanted is not None and self.success is False else ""
-        return f"{did.capitalize()}, then the chain {end}. {score}.{answer}"
+        what, score = f"{did.capitalize()}, then the chain {end}.", f"{score}.{answer}"
+        # JupyterLab breaks longer lines of printed text anywhere, also inside words.
+        return f"{what} {score}" if len(what) + len(score) < 105 else f"{what}\n{score}"
 
     def __repr__(self) -> str:
         tokens = f"{sum(map(len, self.rows))} tokens" if self.exact else "no ids"

@@ -38,6 +38,7 @@ def test_means_are_over_tasks_and_exclude_unscored_chains() -> None:
     assert (e.tasks, e.samples, e.unscored) == (3, 2, 3 / 8)
     assert e.reward == pytest.approx(2 / 5)
     assert (e.low, e.high) == success_interval([[True, False], [True], [False, False]])
+    assert f"(95 % interval {e.low:.3f} to {e.high:.3f})" in repr(e) and [*e] == [*e.rollout]
     assert "success" in e._repr_html_()
 
 

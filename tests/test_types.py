@@ -147,12 +147,15 @@ def test_success(reward: float | None, metrics: dict[str, float], success: bool 
 @pytest.mark.parametrize(
     ("actions", "more", "said"),
     [
-        (1, {"reward": 1.0, "metrics": {"exact": 1.0}}, "answered '5'. Reward 1 (exact 1)."),
+        (1, {"reward": 1.0, "metrics": {"exact": 1.0}}, "answered '5'. Reward 1."),
+        (1, {"reward": 1.0, "metrics": {"a": 1.0, "b": 0.0, "success": 1.0}}, "answered '5'. Reward 1 (a 1, b 0)."),
+        (1, {"reward": 0.5, "metrics": {"success": 1.0}}, "answered '5'. Reward 0.5 (success 1)."),
+        (1, {"reward": 1.0, "stop": "env_done"}, "was ended by its environment. Reward 1."),
         (1, {"reward": 0.0}, "answered '5'. Reward 0. The task's answer is '5'."),
         (
             1,
             {"reward": 0.0, "stop": "turn_tokens"},
-            "was stopped by turn_tokens, without an answer. Reward 0. The task's answer is '5'.",
+            "was stopped by turn_tokens, without an answer.\nReward 0. The task's answer is '5'.",
         ),
         (
             0,

@@ -60,9 +60,9 @@ PANELS = (
         ("success_low", "success_high"), hint=SUCCESS_RULE,
     ),
     Panel(("reward",), "reward", "mean", band=("reward_low", "reward_high")),
-    Panel(("approx_kl",), "approx KL", "nats per token"),
+    Panel(("approx_kl",), "approx KL", "nats", hint="Distance that the step moved the policy, per action token."),
     Panel(("clip_fraction",), "clip fraction", "share"),
-    Panel(("entropy",), "entropy", "nats per token"),
+    Panel(("entropy",), "entropy", "nats", hint="Mean entropy of the distributions of action tokens."),
     Panel(("grad_norm",), "grad norm", "before clipping"),
     Panel(("loss",), "loss"),
     Panel(("tokens",), "tokens", "per chain", hint="Mean number of action tokens of a chain."),
@@ -70,7 +70,7 @@ PANELS = (
     Panel(("seconds",), "seconds", "per step"),
     Panel(("seconds_rollout",), "rollout", "seconds", extra=True),
     Panel(("seconds_update",), "update", "seconds", extra=True),
-    Panel(("kl_reference",), "KL to reference", "nats per token", extra=True),
+    Panel(("kl_reference",), "KL to reference", "nats", extra=True, hint="Mean over action tokens."),
     Panel(("value_loss",), "value loss", extra=True),
     Panel(("explained_variance",), "explained variance", "of the values", extra=True),
     Panel(("sampler_gap",), "sampler gap", "largest, nats", extra=True),
@@ -106,12 +106,15 @@ def metric_names(sources: Iterable[Source]) -> list[str]:
 def default_panels(sources: Sequence[Source]) -> list[Panel]:
     """Return panels for success, reward, the first `_CHARTED` metrics and the KL, and the other standard panels.
 
-    Metrics that always equal the reward are omitted.
+    Metrics that always equal the reward or the success rate are omitted.
     """
+
+    def equals(name: str, other: str) -> bool:
+        return all(np.allclose(s.column(METRIC + name), s.column(other), equal_nan=True) for s in sources)
+
     chosen = [
         name for name in metric_names(sources)
-        if name != "success"  # it has its own panel
-        and any(not np.allclose(s.column(METRIC + name), s.column("reward"), equal_nan=True) for s in sources)
+        if not (name == "success" or equals(name, "success") or equals(name, "reward"))
     ][:_CHARTED]  # fmt: skip
     first, rest = PANELS[:2], (replace(panel, more=True) for panel in PANELS[3:])
     return [*first, *(_panel_of(METRIC + name) for name in chosen), PANELS[2], *rest]

@@ -10,7 +10,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
@@ -36,6 +36,7 @@ class Signal:
         unit: The unit of the values, such as "nats".
         middle: The neutral value of an "around" scale.
         fixed: The range of the scale, if it does not depend on the data.
+        reach: The largest distance of the ends of the scale from `middle`. All values beyond look the same.
         says: A short explanation for the legend.
         telling: The most informative values, which are listed first: "high", "low", or "far" (from the middle).
     """
@@ -46,22 +47,28 @@ class Signal:
     unit: str = ""
     middle: float = 0.0
     fixed: tuple[float, float] | None = None
+    reach: float = math.inf
     says: str = ""
     telling: str = "high"
 
+
+# End of the scale of logprobs. If it were the lowest logprob, one rare token would make all others look certain.
+_NATS = 3.0
 
 SIGNALS = {
     signal.name: signal
     for signal in (
         Signal(
-            "logprob", "logprob", "down", "nats", telling="low", says="of the sampler, when the token was sampled"
+            "logprob", "logprob", "down", "nats", telling="low", reach=_NATS,
+            says="of the sampler, when the token was sampled",
         ),
         Signal("entropy", "entropy", unit="nats", says="of the distribution that the token was sampled from"),
         Signal("advantage", "advantage", "around", telling="far", says="given to the step for this token"),
         Signal("reward", "reward", "around", telling="far", says="credited to this token"),
         Signal("return", "return", "around", telling="far"),
         Signal("value", "value", "around", telling="far", says="of the value head"),
-        Signal("ratio", "ratio", "around", middle=1.0, telling="far", says="probability after / at sampling"),
+        # Ratios cannot be negative, so the scale starts at 0 or above.
+        Signal("ratio", "ratio", "around", middle=1, reach=1, telling="far", says="probability after / at sampling"),
         Signal("clipped", "clipped", "flag", says="clipped: no gradient from this token"),
         Signal("kl_reference", "KL to reference", unit="nats", says="k3"),
         Signal(
@@ -72,15 +79,15 @@ SIGNALS = {
             telling="far",
             says="trainer logprob − sampler logprob",
         ),
-        Signal("logprob_before", "logprob before", "down", "nats", telling="low"),
-        Signal("logprob_after", "logprob after", "down", "nats", telling="low"),
-        Signal("logprob_reference", "logprob of reference", "down", "nats", telling="low"),
+        Signal("logprob_before", "logprob before", "down", "nats", telling="low", reach=_NATS),
+        Signal("logprob_after", "logprob after", "down", "nats", telling="low", reach=_NATS),
+        Signal("logprob_reference", "logprob of reference", "down", "nats", telling="low", reach=_NATS),
         Signal("weight", "importance weight", "around", middle=1.0, telling="far", says="trainer over sampler"),
         Signal("prob_before", "probability before", fixed=(0.0, 1.0), telling="low"),
         Signal("prob_after", "probability after", fixed=(0.0, 1.0), telling="low"),
         Signal("prob_change", "probability change", "around", telling="far", says="after − before the step"),
     )
-}
+}  # fmt: skip
 ALIASES = {
     "author": "mask",
     "kind": "mask",
@@ -371,9 +378,7 @@ def describe(name: str) -> Signal:
         return SIGNALS[name]
     if name.endswith(" ′"):
         base = describe(name[:-2])
-        return Signal(
-            name, f"{base.label} ′ (compare)", base.scale, base.unit, base.middle, base.fixed, "", base.telling
-        )
+        return replace(base, name=name, label=f"{base.label} ′ (compare)", says="")
     if name.startswith("Δ "):
         base = describe(name[2:])
         return Signal(name, f"Δ {base.label}", "around", base.unit, says="compare − source", telling="far")
@@ -398,13 +403,12 @@ def summary(signal: Signal, values: Floats, sampled: npt.NDArray[np.bool_]) -> d
         if signal.fixed is not None:
             low, high = signal.fixed
         if signal.scale == "around":
-            reach = max(abs(low - signal.middle), abs(high - signal.middle)) or 1.0
-            if signal.name == "ratio":
-                reach = min(reach, 1.0)  # ratios cannot be negative, so the scale starts at 0 or above
+            reach = min(max(abs(low - signal.middle), abs(high - signal.middle)) or 1.0, signal.reach)
             low, high = signal.middle - reach, signal.middle + reach
         elif signal.fixed is None:
             # Bars start at 0 where possible, so that their lengths can be compared.
             low, high = (min(low, 0.0), max(high, 0.0)) if signal.scale == "down" or low >= 0 else (low, high)
+            low = max(low, signal.middle - signal.reach)
         out.update(lo=float(low), hi=float(high))
         out["outside"] = int(((finite < low) | (finite > high)).sum())
         if signal.scale == "flag":

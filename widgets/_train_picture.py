@@ -63,7 +63,9 @@ def page(about: dict[str, Any], runs: Sequence[Source], title: str) -> str:
     if any(panel["points"] and _last_of(runs, panel["points"]) for panel in about["panels"]):
         out.append(tag("div", "Circles are evaluations, with their intervals if recorded."))
     if any(panel["bandLow"] and _last_of(runs, panel["bandLow"]) for panel in about["panels"]):
-        out.append(tag("div", "Bands are 95 % intervals of the chains of a step, taken as independent."))
+        out.append(
+            tag("div", "Bands are 95 % intervals for the mean of a step, computed as if its chains were independent.")
+        )
     shown = [(line["label"] or p["label"], line["key"]) for p in about["panels"] if p["n"] for line in p["lines"]]
     shown += [(f"{p['label']} (evaluation)", p["points"]) for p in about["panels"] if _last_of(runs, p["points"])]
     cells = [

@@ -158,7 +158,7 @@ export default {
             ? [one(sample(style(0)), "training, a step")]
             : about.runs.map((run, i) => one(sample(style(i)), h("b", {}, h("bdi", {}, nameOf(i))), ` ${plural(run.n, "step")}`))),
           ...(about.panels.some((p) => recorded(p.bandLow))
-            ? [one(s("svg", { width: "22", height: "12", "aria-hidden": "true" }, s("rect", { x: 0, y: 1, width: 22, height: 10, class: "afk-band" })), "95 % interval of a step's chains, taken as independent")] : []),
+            ? [h("span", { title: "Computed as if all chains of the step were independent" }, s("svg", { width: "22", height: "12", "aria-hidden": "true" }, s("rect", { x: 0, y: 1, width: 22, height: 10, class: "afk-band" })), "95 % interval for the mean of a step")] : []),
           ...(about.panels.some((p) => recorded(p.points))
             ? [one(s("svg", { width: "16", height: "16", "aria-hidden": "true" }, s("path", { d: "M8 1V15", class: "afk-whisker" }), s("circle", { cx: "8", cy: "8", r: "3.4", class: "afk-point" })), "evaluation, with its interval if recorded")] : []));
           const n = about.panels.filter((panel) => panel.more).length;

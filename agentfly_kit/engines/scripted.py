@@ -20,6 +20,13 @@ class ScriptedEngine(Engine):
 
     The tokens have the author "script" and mask 0, because no policy sampled them.
 
+    A script checks tools, a reward or an environment before there is a policy. The agent then needs the chat of any
+    tokenizer, such as that of the tiny policies, which is part of the package::
+
+        script = ['<tool_call>{"name": "guess", "arguments": {"number": 7}}</tool_call>']
+        agent = af.envs.agent(Guess, af.ScriptedEngine(script), chat=af.Chat(af.tiny.tokenizer()))
+        (chain,) = await agent.rollout(task)
+
     Args:
         script: A list with one text or one sequence of token ids per turn, or a function `script(task, turn)`, sync or
             async, that returns the text or the ids.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -131,10 +133,19 @@ def imitation_steps(
 ) -> Iterator[Stats]:
     """Update a policy on `count` batches, with the learning rates of `imitate`. Yield the statistics of each update."""
     optimizer = adamw(policy, lr)
-    i = 0
-    with show_progress(lambda: f"imitation, update {i + 1} of {count}"):
+    began, done, loss = time.monotonic(), 0, math.nan
+
+    def describe() -> str:
+        if not done:
+            return f"imitation, update 1 of {count}"
+        left = (time.monotonic() - began) / done * (count - done)
+        return f"imitation, {done} of {count} updates done, loss {loss:.2f}, about {left:.0f} s left"
+
+    with show_progress(describe):
         for i, batch in zip(range(count), batches, strict=False):
             scale = min(1.0, (i + 1) / max(1.0, _WARMUP * count)) * (1 - 0.9 * i / count)
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * scale
-            yield imitation_step(policy, optimizer, batch, cancel=cancel)
+            stats = imitation_step(policy, optimizer, batch, cancel=cancel)
+            loss, done = stats.loss, i + 1
+            yield stats

@@ -220,14 +220,34 @@ def learner(
     lr: float = 3e-3,
     seed: int = 0,
 ) -> Policy:
-    """Train a small policy from random weights by imitating demonstrations, which takes about 15 seconds.
+    """Train a small policy from random weights by imitating demonstrations.
+
+    The policy then knows the words, questions and tools of the demonstrations, and can be improved by reinforcement
+    learning. Demonstrations that are not always good leave room for improvement::
+
+        def demonstrate(rng):
+            secret = rng.randint(1, 9)
+            guess = secret if rng.random() < 0.3 else rng.randint(1, 9)
+            call = {"function": {"name": "guess", "arguments": {"number": guess}}}
+            return [
+                {"role": "user", "content": f"guess {secret}"},
+                {"role": "assistant", "tool_calls": [call]},
+            ]
+
+        policy = af.tiny.learner(["guess", "number"], demonstrate, tools=af.envs.tools(Guess), steps=100)
+
+    The result of a tool call is a message such as {"role": "tool", "name": "guess", "content": "higher"}.
+
+    With conversations of 70 tokens and the default batch, 150 updates took 14 s, and the default of 300 takes twice as
+    long: CPU time by `time.process_time`, with one thread on an otherwise idle core of an AMD EPYC. The time is about
+    proportional to the number of tokens. While it runs, a line shows the loss and the time left.
 
     Args:
         words: words that get one token each; see `tokenizer`. They should include the words of the demonstrations.
         demonstrate: function that takes a random number generator and returns the messages of one conversation.
             The assistant's messages are imitated.
         tools: tools, functions, or JSON schemas that the prompt shows.
-        steps: number of updates.
+        steps: number of updates. Copying, such as a result into an answer, is often learned only after 100.
         batch: demonstrations per update.
         lr: highest learning rate.
         seed: seed of the weights and of the random number generator.

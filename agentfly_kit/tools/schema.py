@@ -94,9 +94,9 @@ class Arguments:
             elif not optional:
                 others = f" (the docstring describes {', '.join(map(repr, documented))})" if documented else ""
                 raise ToolSchemaError(
-                    f"{owner}: parameter {name!r} must have a description{others}; add to the docstring\n"
-                    f"    Args:\n        {name}: description for the model\n"
-                    "or allow it to be missing while prototyping: @af.tool(describe='optional')"
+                    f"{owner}: parameter {name!r} must have a description{others}; add to the docstring\n\n"
+                    f"    Args:\n        {name}: description for the model\n\n"
+                    "or allow descriptions to be missing while prototyping:\n\n    @af.tool(describe='optional')"
                 )
             if parameter.default is not REQUIRED and parameter.default is not None:
                 entry["default"] = self._json_default(parameter)
@@ -116,8 +116,9 @@ class Arguments:
         except (PydanticSchemaGenerationError, PydanticUserError, TypeError, NameError, RecursionError) as error:
             raise ToolSchemaError(
                 f"{self.owner}: parameter {name!r} must have a type with a JSON schema, got "
-                f"{inspect.formatannotation(annotation)} ({str(error).splitlines()[0]}); use another type, or hide the "
-                "parameter from the model: af.FromTask[...] for a task field, a sandbox class, or af.Context"
+                f"{inspect.formatannotation(annotation)} ({str(error).splitlines()[0]})\n"
+                "Use another type, or hide the parameter from the model: af.FromTask[...] for a task field, a sandbox "
+                "class, or af.Context"
             ) from None
         return adapter
 

@@ -86,7 +86,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
             visible = [p for p in self._parameters.values() if p.name not in self._hidden]
             self._arguments = Arguments(self.name, visible, documented, describe == "optional")
         if not self.description and describe == "required":
-            raise self._error('the function must have a docstring, for example """Return the current time."""')
+            raise self._error('the function must have a docstring, for example\n\n    """Return the current time."""')
 
     @classmethod
     def from_schema(
@@ -307,8 +307,12 @@ def tool(
     from the model. If the model writes null for an argument whose type does not allow None, the default is used. Each
     call receives its own copy of a mutable default.
 
-    A sync function runs in a thread, and a coroutine function on the event loop. A method becomes a tool bound to its
-    instance. All chains share this instance, so keep the state of a chain in `context.state` or in a sandbox.
+    A sync function runs in a thread, and a coroutine function on the event loop.
+
+    State that persists across the turns of a chain belongs in an environment: a class with a method `reset`, whose
+    tools are methods. `af.envs.agent(MyClass, ...)` leases an instance to each chain, so that the methods can keep
+    state in `self`; see `af.envs.base`. In contrast, a tool `MyClass().method` is bound to one instance, which all
+    chains share.
 
     Args:
         function: the function to decorate.

@@ -199,6 +199,17 @@ async def test_concurrent_and_repeated_iterations_yield_all_chains() -> None:
     assert len(one) == len(two) == len(await asyncio.wait_for(collect(run), GUARD)) == 6
 
 
+async def test_a_pause_before_the_first_request() -> None:
+    engine = Played(["5"])
+    run = agent(engine=engine, chat=chat()).rollout(numbered(6), max_concurrency=3)
+    run.pause()
+    going = asyncio.create_task(run)
+    await until(lambda: run.snapshot().count("waiting") == 3)
+    assert (engine.given, run.snapshot().state) == ([], "paused")
+    run.resume()
+    assert len(await going) == len(engine.given) == 6
+
+
 async def test_events_of_each_chain_are_ordered_and_complete() -> None:
     run = played([call("2+3"), "5"]).rollout(numbered(4), group_size=2, max_concurrency=3)
     events: list[RolloutEvent] = []

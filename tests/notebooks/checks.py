@@ -18,6 +18,8 @@ assert again.success == after.success
 assert len(broken.failed) == len(broken) == len(repaired) == 20 and repaired.summary()["success"] > 0.9
 assert "careless: AttributeError" in broken.unscored_reason
 af.TrainConfig(steps=200, lr=2e-5, lr_end=2e-6, evaluate_every=20)  # the settings of section 9
+assert late.reward == 0.5 and clerk_after.success > clerk_before.success + 0.25
+assert clerk_after.metrics["right"] > clerk_before.metrics["right"]
 """,
     "01_quickstart": """
 assert not {t.messages[-1]["content"] for t in tasks.train} & {t.messages[-1]["content"] for t in tasks.test}

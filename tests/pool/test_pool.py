@@ -184,6 +184,21 @@ async def test_release_waits_for_its_own_reset_only():
         await asyncio.gather(*others)
 
 
+async def test_a_grant_whose_request_is_cancelled_is_passed_on():
+    events: list[tuple[str, str]] = []
+    async with af.Pool(Notes, size=1) as pool:
+        held = await pool.acquire("holder")
+        first, second = (asyncio.ensure_future(pool.acquire(name)) for name in ("first", "second"))
+        await asyncio.sleep(0)
+        pool.subscribe(lambda event: events.append((event.kind, event.owner)))
+        # Cancelled when it is granted: the future has its result, but the requester never receives it.
+        pool.subscribe(lambda event: first.cancel() if (event.kind, event.owner) == ("leased", "first") else None)
+        await held.release()
+        await (await second).release()
+    grants = [event for event in events if event[0] in ("leased", "cancelled")]
+    assert grants == [("leased", "first"), ("cancelled", "first"), ("leased", "second")]
+
+
 async def test_rollouts_are_served_in_turn():
     async with af.Pool(Notes, size=1) as pool:
         served: list[str] = []

@@ -1,7 +1,9 @@
 """The calculator policy: its tasks, tokenizer and template, demonstrations, and the recipe as a whole."""
 
+import contextlib
 import random
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import torch
 from recipes.calculator import Expression, Recipe, expression, tasks
 
 import agentfly_kit as af
+from agentfly_kit.ppo import imitation
 
 TOOLS = Recipe.tools
 
@@ -160,7 +163,17 @@ def test_a_short_build_learns() -> None:
     assert float(lines[0].split("loss ")[1].split(",")[0]) < 5.0  # mean over the steps; 6.0 is a uniform guess
 
 
-def test_a_learner_imitates_conversations() -> None:
+def test_a_learner_imitates_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
+    progress: list[str] = []
+
+    @contextlib.contextmanager
+    def shown(describe: Callable[[], str]) -> Iterator[None]:
+        progress.append(describe())
+        yield
+        progress.append(describe())
+
+    monkeypatch.setattr(imitation, "show_progress", shown)
+
     def demonstrate(rng: random.Random) -> list[dict[str, Any]]:
         a, b = rng.sample(("red", "blue", "green"), 2)
         return [
@@ -184,7 +197,8 @@ def test_a_learner_imitates_conversations() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
     batch = af.collate(af.tiny.demonstration(first.chat, demonstrate(random.Random(99)), [ask.schema]), imitate=True)
     assert float(first.score(batch, {"logprob"})["logprob"][batch.mask].mean()) > -0.7
-    assert first.version == 0
+    assert first.version == 0 and progress[0] == "imitation, update 1 of 40"
+    assert re.fullmatch(r"imitation, 40 of 40 updates done, loss \d\.\d\d, about 0 s left", progress[1])
 
 
 @pytest.mark.soak

@@ -36,7 +36,8 @@ UNBOUND = "Counter.step is a method, which must be bound to an instance; use Cou
 @errors.table(
     (lambda: af.tool(defined("a")), ToolSchemaError, "f: parameter 'a' must have a type, for example a: str"),
     (lambda: af.tool(defined("c: int")), ToolSchemaError,
-     "f: parameter 'c' must have a description (the docstring describes 'a', 'b')"),
+     "f: parameter 'c' must have a description (the docstring describes 'a', 'b'); add to the docstring\n\n"
+     "    Args:\n        c: description"),
     (lambda: af.tool(defined("c: int")), ToolSchemaError, "@af.tool(describe='optional')"),
     (lambda: af.tool(defined("*a: int")), ToolSchemaError,
      "f: parameter 'a' must accept a keyword argument, got a variadic positional"),
@@ -52,7 +53,8 @@ UNBOUND = "Counter.step is a method, which must be bound to an instance; use Cou
      "f: the default of parameter 'a' must be a JSON value of its type, got inf"),
     (lambda: af.tool(defined("a: 'Nowhere'")), ToolSchemaError,
      "f: annotations must be resolvable, got NameError: name 'Nowhere' is not defined"),
-    (lambda: af.tool(silent), ToolSchemaError, "silent: the function must have a docstring"),
+    (lambda: af.tool(silent), ToolSchemaError,
+     'silent: the function must have a docstring, for example\n\n    """Return the current time."""'),
     (lambda: af.tool(yields), ToolSchemaError, "a tool must return one result, got the generator yields"),
     (lambda: af.tool(len), ToolSchemaError, "a tool must be a function defined with `def`, got len"),
     (lambda: af.tool(add), ToolSchemaError, "add is already a tool"),

@@ -45,13 +45,13 @@ def test_the_static_form_marks_mask_and_signal_in_its_text() -> None:
     """Hosts that remove inline styles show brackets and superscript digits instead of colours."""
     t = trajectory(actions=1, width=3)
     t = t.replace(
-        turns=tuple(dataclasses.replace(x, logprobs=(-0.5, -2.0, -0.1)) if x.sampled else x for x in t.turns)
+        turns=tuple(dataclasses.replace(x, logprobs=(-0.5, -7.0, -0.1)) if x.sampled else x for x in t.turns)
     )
     stats = stats_of(batch_of([t]))
     unknown = t.replace(turns=tuple(dataclasses.replace(x, entropies=None) if x.sampled else x for x in t.turns))
     for source, signal, marked, legend in (
         (t, "mask", "⟦·w0·w1·w2⟧", "⟦ ⟧ enclose tokens with mask 1"),
-        (t, "logprob", "·w0²·w1⁹·w2⁰", "⁰ to ⁹ after a token: logprob from 0 nats down to −2 nats"),
+        (t, "logprob", "·w0¹·w1⁹·w2⁰", "⁰ to ⁹ after a token: logprob from 0 nats down to −3 nats"),
         (stats, "ratio", "·w0⁺⁹·w1⁺⁹·w2⁺⁹", "⁻⁹ to ⁺⁹ after a token: ratio from 0"),
         (stats, "clipped", "·w0ꜝ·w1ꜝ·w2ꜝ", "ꜝ after a token: clipped"),
         (unknown, "entropy", "·w0ˣ·w1ˣ·w2ˣ", "entropy"),

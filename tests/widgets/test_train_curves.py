@@ -91,6 +91,9 @@ def test_metrics_of_rewards_are_charted_and_the_others_listed() -> None:
     both = w.TrainView(run, FakeRun(2), panels=["metric_m7"], names=["a", "b"])
     assert [p["label"] for p in both._about["panels"]] == ["m7"]
     assert ["exact", "b", "–", "–"] in both._about["metrics"]
+    alike = FakeRun()
+    alike.step(success=0.5, metric_first=0.5)
+    assert "first" not in [p["label"] for p in w.TrainView(alike)._about["panels"]]
     check_static(both)
 
 
