@@ -152,7 +152,7 @@ def refuse_calls(
     for usage in usages:
         usage.tool_calls += granted
     return {
-        i: ToolResult(False, f"{calls[i].name} was not run: there are no tool calls left ({stop})")
+        i: ToolResult(False, f"{calls[i].name} was not run: there are no tool calls left ({stop})", ran=False)
         for i in valid[granted:]
     }, stop
 
