@@ -163,6 +163,7 @@ class ToolResult(Displayable):
         reward: Turn reward given by the tool.
         done, env_done: Whether the tool (`done`) or the environment (`env_done`) ends the chain.
         metrics: Numbers reported by the tool, keyed by name.
+        ran: False if the call reached no tool, because it was malformed, named an unknown tool or exceeded a limit.
 
     Raises:
         SettingsError: if `observation` is not a string.
@@ -177,6 +178,7 @@ class ToolResult(Displayable):
     done: bool = False
     env_done: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
+    ran: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.observation, str):

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from agentfly_kit.integrations.html import escape_control_chars
 
 from ._chains import chain_label, is_hash
-from ._format import SUCCESS_RULE, pack, shared_prefix
+from ._format import SUCCESS_RULE, number, pack, shared_prefix
 from ._tokens import is_trajectory
 
 OUTCOMES = ("success", "failed", "unscored", "dropped")
@@ -148,58 +148,121 @@ def _texts(texts: list[str]) -> dict[str, bytes]:
 
 
 def _codes(values: list[str]) -> tuple[list[str], bytes]:
-    names: dict[str, int] = {}
-    index = np.array([names.setdefault(v, len(names)) for v in values], "<i4")
+    """Return the distinct values in alphabetical order, and the index of each value in this list, as bytes."""
+    names = {name: i for i, name in enumerate(sorted(set(values)))}
+    index = np.array([names[v] for v in values], "<i4")
     return [escape_control_chars(name, 200) for name in names], index.tobytes()
 
 
-def metric_columns(kept: list[Entry], limit: int = METRICS) -> list[str]:
-    """Return the metrics shown as columns. "success" and metrics that always equal the reward are omitted."""
-    names = dict.fromkeys(name for k in kept for name in k.metrics if name != "success")
-    return [name for name in names if any(k.metrics.get(name, k.reward) != k.reward for k in kept)][:limit]
+def _sum_seconds(k: Entry, kind: str) -> float:
+    return float(sum(turn[5] for turn in k.turns if turn[0] == kind))
+
+
+def _calls(k: Entry) -> list[Any]:
+    return [call for turn in k.turns if turn[0] == "observation" for call in turn[8]]
+
+
+@dataclass(frozen=True)
+class Column:
+    """Column of the list, or a number by which it can only be sorted.
+
+    Attributes:
+        key: Name of the column in the buffers; its cells have the class "afk-c-" + key.
+        label: Heading, and name in the menu of sort orders.
+        value: Function of an entry that returns a number or a text; None if it is missing.
+        widths: CSS widths in a wide view, below 760 and below 360 pixels. A column is hidden where its width is "".
+            Without widths, it is not shown.
+        text: Maximum number of characters of a text, half of it in the static form; 0 for numbers, which are
+            aligned right.
+        sortable: True if a click on the heading sorts by the column.
+        hint: Tooltip of the heading.
+        optional: True to leave the column out if its values are empty.
+    """
+
+    key: str
+    label: str
+    value: Callable[[Entry], Any]
+    widths: tuple[str, ...] = ()
+    text: int = 0
+    sortable: bool = True
+    hint: str = ""
+    optional: bool = False
+
+    def shown(self, k: Entry) -> str:
+        """Return the text of a cell in the static form."""
+        return str(self.value(k))[: self.text // 2] if self.text else number(self.value(k))
+
+    def pack(self, kept: list[Entry]) -> dict[str, bytes]:
+        """Encode the values of all entries. Equal texts are included once, in alphabetical order."""
+        if not self.text:
+            return pack([np.nan if (value := self.value(k)) is None else value for k in kept])
+        texts, index = _codes([escape_control_chars(self.value(k), self.text) for k in kept])
+        return _texts(texts) | {"index": index}
+
+
+COLUMNS = (
+    Column("question", "question", lambda k: k.question, ("minmax(0, 1fr)",) * 3, text=160, sortable=False),
+    Column("expected", "expected", lambda k: k.answer, ("minmax(64px, 0.3fr)", "70px", ""), text=120, sortable=False,
+           hint="the task's field answer", optional=True),
+    Column("reward", "reward", lambda k: k.reward, ("60px", "52px", "52px")),
+    Column("stop", "stop reason", lambda k: k.stop, ("94px", "80px", ""), text=80, sortable=False),
+    Column("actions", "actions", lambda k: k.actions),
+    Column("calls", "calls", lambda k: len(_calls(k))),
+    Column("failed", "failed calls", lambda k: sum(c.result is not None and not c.result.ok for c in _calls(k))),
+    Column("tokens", "tokens", lambda k: None if None in (n := [turn[3] for turn in k.turns]) else sum(n)),
+    Column("seconds", "seconds", lambda k: k.seconds),
+    Column("sampling", "time sampling", lambda k: _sum_seconds(k, "action")),
+    Column("tools", "time in tools", lambda k: _sum_seconds(k, "observation")),
+)  # fmt: skip
+
+
+def columns(kept: list[Entry]) -> list[Column]:
+    """Return `COLUMNS`, and after the reward those of the metrics, of which the first `METRICS` are shown.
+
+    "success" and metrics that always equal the reward are not shown.
+    """
+    every = dict.fromkeys(name for k in kept for name in k.metrics)
+    shown = [n for n in every if n != "success" and any(k.metrics.get(n, k.reward) != k.reward for k in kept)][
+        :METRICS
+    ]
+    metrics = [
+        Column(
+            f"m{i}", escape_control_chars(name, 60), functools.partial(_metric, name),
+            ("72px", "" if i else "60px", "") if i < len(shown) else (),
+        )
+        for i, name in enumerate(list(dict.fromkeys([*shown, *every]))[:12])
+    ]  # fmt: skip
+    found = [column for c in COLUMNS for column in ([c, *metrics] if c.key == "reward" else [c])]
+    return [c for c in found if not c.optional or any(map(c.value, kept))]
+
+
+def _metric(name: str, k: Entry) -> float | None:
+    return k.metrics.get(name)
 
 
 def payload(kept: list[Entry], dropped: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the data of the list as a JSON-compatible dict and as buffers. Each task's texts are included once."""
+    """Return the data of the list as a JSON-compatible dict and as buffers."""
     outcomes = [outcome_of(k, dropped) for k in kept]
     stops, stop = _codes([k.stop for k in kept])
     _, group = _codes([k.group for k in kept])
     tasks = {k.task: k for k in kept}
     numbers = {id: i for i, id in enumerate(tasks)}
-    calls = [[call for turn in k.turns if turn[0] == "observation" for call in turn[8]] for k in kept]
-    tokens = [
-        sum(turn[3] or 0 for turn in k.turns) if all(turn[3] is not None for turn in k.turns) else np.nan
-        for k in kept
-    ]
-    columns: dict[str, npt.ArrayLike] = {
-        "reward": [np.nan if k.reward is None else k.reward for k in kept],
-        "actions": [k.actions for k in kept],
-        "calls": [len(c) for c in calls],
-        "failed": [sum(1 for x in c if x.result is not None and not x.result.ok) for c in calls],
-        "tokens": tokens,
-        "seconds": [k.seconds for k in kept],
-        "sampling": [sum(turn[5] for turn in k.turns if turn[0] == "action") for k in kept],
-        "tools": [sum(turn[5] for turn in k.turns if turn[0] == "observation") for k in kept],
-    }
-    columns_shown = metric_columns(kept)
-    names = list(dict.fromkeys([*columns_shown, *(name for k in kept for name in k.metrics)]))[:12]
     about = {
         "n": len(kept), "stops": stops, "num_tasks": len(tasks),
-        "metrics": [escape_control_chars(n, 60) for n in names],
+        "columns": [
+            {name: getattr(c, name) for name in ("key", "label", "widths", "text", "sortable", "hint")}
+            for c in columns(kept)
+        ],
         "tasks": [escape_control_chars(_task_name(k), 120) for k in list(tasks.values())[:_TASKS]],
-        "shown_metrics": len(columns_shown), "hint": SUCCESS_RULE,
-        "counts": {name: outcomes.count(name) for name in OUTCOMES},
-        "prefix": shared_prefix([k.label for k in kept]), "answers": any(k.answer for k in kept),
+        "hint": SUCCESS_RULE, "counts": {name: outcomes.count(name) for name in OUTCOMES},
+        "prefix": shared_prefix([k.label for k in kept]),
     }  # fmt: skip
     buffers = {
-        "columns": {name: pack(values) for name, values in columns.items()},
-        "metrics": [pack([k.metrics.get(name, np.nan) for k in kept]) for name in names],
+        "columns": {c.key: c.pack(kept) for c in columns(kept)},
         "outcome": np.array([OUTCOMES.index(o) for o in outcomes], np.uint8).tobytes(),
         "stop": stop, "task": np.array([numbers[k.task] for k in kept], "<i4").tobytes(), "group": group,
         "ids": _texts([escape_control_chars(k.id, 200) for k in kept]),
         "labels": _texts([escape_control_chars(k.label, 200) for k in kept]),
-        "questions": _texts([escape_control_chars(k.question, 160) for k in tasks.values()]),
-        "answers": _texts([escape_control_chars(k.answer, 80) for k in tasks.values()]),
         "says": _texts([escape_control_chars(last_text(k), 160) for k in kept]),
         "why": _texts([dropped.get(k.id, "") or (k.error if k.reward is None else "") for k in kept]),
     }  # fmt: skip

@@ -4,12 +4,14 @@ const OUTCOME = ["success", "failed", "unscored", "dropped"];
 const SIGN = { success: "✓", failed: "✗", unscored: "–", dropped: "⌀" };
 const LETTER = { prompt: "P", action: "A", observation: "O", forced: "F" };
 
-/** Reader of concatenated texts: `at(i)` is the i-th one. */
+/** Reader of concatenated texts: `at(i)` is the i-th one, and `rank(i)` its place in the order of a column's texts. */
 export function texts(packed) {
   const bytes = typed(packed?.text, Uint8Array);
   const ends = typed(packed?.ends, Int32Array);
   const decoder = new TextDecoder();
-  return { length: Math.max(0, ends.length - 1), letters: (i) => ends[i + 1] - ends[i], at: (i) => decoder.decode(bytes.subarray(ends[i], ends[i + 1])) };
+  const index = packed?.index && typed(packed.index, Int32Array);
+  const text = (i) => decoder.decode(bytes.subarray(ends[i], ends[i + 1]));
+  return { length: index ? index.length : Math.max(0, ends.length - 1), rank: (i) => index[i], at: (i) => text(index ? index[i] : i) };
 }
 
 /** The rows that pass the filters: outcome, stop, task (an index, or null), found (a function, or null). */
@@ -29,9 +31,10 @@ export function filtered(data, { outcome = null, stop = null, task = null, found
 export function sorted(rows, col, down) {
   if (!col) return rows;
   const sign = down ? -1 : 1;
+  const value = col.rank ?? col.at;
   return rows.slice().sort((a, b) => {
-    const x = col.at(a);
-    const y = col.at(b);
+    const x = value(a);
+    const y = value(b);
     if (x === null || y === null) return (x === null) - (y === null) || a - b;
     return sign * (x - y) || a - b;
   });
@@ -100,9 +103,10 @@ export default {
         root.classList.add("afk-trajectoryview");
         const about = model.get("_about");
         const b = model.get("_buffers");
-        const cols = Object.fromEntries(Object.entries(b.columns).map(([k, v]) => [k, column(v)]));
-        const metrics = b.metrics.map(column);
-        const data = { n: about.n, outcome: typed(b.outcome, Uint8Array), stop: typed(b.stop, Int32Array), task: typed(b.task, Int32Array), group: typed(b.group, Int32Array), ids: texts(b.ids), labels: texts(b.labels), questions: texts(b.questions), answers: texts(b.answers), says: texts(b.says), why: texts(b.why) };
+        const cols = Object.fromEntries(about.columns.map((c) => [c.key, (c.text ? texts : column)(b.columns[c.key])]));
+        const grid = about.columns.filter((c) => c.widths.length);
+        const look = (c) => `afk-cell afk-c-${c.key} ${c.text ? "" : "afk-num afk-number"} ${c.widths[1] ? "" : "afk-hide1"} ${c.widths[2] ? "" : "afk-hide0"}`;
+        const data = { n: about.n, outcome: typed(b.outcome, Uint8Array), stop: typed(b.stop, Int32Array), task: typed(b.task, Int32Array), group: typed(b.group, Int32Array), ids: texts(b.ids), labels: texts(b.labels), says: texts(b.says), why: texts(b.why) };
         let slowest = 0;
         for (let i = 0; i < data.n; i++) slowest = Math.max(slowest, cols.seconds.at(i) ?? 0);
 
@@ -113,8 +117,7 @@ export default {
         const stop = h("select", { "aria-label": "Stop reason" }, option("", "all stop reasons"), ...about.stops.map((name, i) => option(i, name)));
         const task = h("select", { "aria-label": "Task" }, option("", `every task (${about.num_tasks.toLocaleString("en-US")})`), ...about.tasks.map((name, i) => option(i, name)));
         const sort = h("select", { "aria-label": "Sort by" }, option("", "original order"),
-          ...Object.keys(cols).map((k) => option(k, { failed: "failed calls", sampling: "time sampling", tools: "time in tools" }[k] ?? k)), ...about.metrics.map((name, i) => option(`m${i}`, name)));
-        const shownMetrics = about.metrics.slice(0, about.shown_metrics);
+          ...about.columns.filter((c) => c.sortable).map((c) => option(c.key, c.label)));
         const notes = () => model.get("_notes");
         const down = h("button", { type: "button", "aria-pressed": "true", title: "Largest first", onclick: () => { down.setAttribute("aria-pressed", String(down.getAttribute("aria-pressed") !== "true")); refilter(); } }, "↓ largest first");
         const shown = h("span", { class: "afk-soft afk-num", role: "status" });
@@ -134,10 +137,10 @@ export default {
             const i = rows[at];
             if (!box.parts) {
               const span = (name) => h("span", { class: name });
-              const p = (box.parts = { sign: span("afk-sign"), word: span("afk-word"), question: h("bdi", { class: "afk-question" }), answer: h("bdi", { class: "afk-answer2" }), reward: span("afk-reward afk-num"), metrics: shownMetrics.map(() => span("afk-metric afk-num")), stop: span("afk-stop"), id: h("bdi", { class: "afk-lane afk-soft" }), facts: span("afk-facts afk-num afk-soft"), time: span("afk-bar2"), fill: span("afk-barfill"), fill2: span("afk-barfill2"), secs: span("afk-num afk-secs"), keep: h("span", { class: "afk-keep" }, "kept"), note: span("afk-tagnote"), why: span("afk-why"), says: h("bdi", { class: "afk-says" }) });
+              const p = (box.parts = { sign: span("afk-sign"), word: span("afk-word"), cells: grid.map((c) => h(c.text ? "bdi" : "span", { class: look(c) })), id: h("bdi", { class: "afk-lane afk-soft" }), facts: span("afk-facts afk-num afk-soft"), time: span("afk-bar2"), fill: span("afk-barfill"), fill2: span("afk-barfill2"), secs: span("afk-num afk-secs"), keep: h("span", { class: "afk-keep" }, "kept"), note: span("afk-tagnote"), why: span("afk-why"), says: h("bdi", { class: "afk-says" }) });
               p.time.append(p.fill, p.fill2);
               p.time.setAttribute("aria-hidden", "true");
-              box.append(h("span", { class: "afk-outcome" }, p.sign, " ", p.word), p.question, p.answer, p.reward, ...p.metrics, p.stop, h("span", { class: "afk-line2" }, p.id, p.keep, p.note, p.why, p.says, p.facts, p.time, p.secs));
+              box.append(h("span", { class: "afk-outcome" }, p.sign, " ", p.word), ...p.cells, h("span", { class: "afk-line2" }, p.id, p.keep, p.note, p.why, p.says, p.facts, p.time, p.secs));
             }
             const p = box.parts;
             const name = OUTCOME[data.outcome[i]];
@@ -146,15 +149,10 @@ export default {
             p.sign.textContent = SIGN[name];
             p.word.textContent = name;
             const id = data.ids.at(i);
-            const question = data.questions.at(data.task[i]);
-            p.question.textContent = question;
-            p.answer.textContent = data.answers.at(data.task[i]);
+            const question = cols.question.at(i);
+            grid.forEach((c, k) => { p.cells[k].textContent = c.text ? cols[c.key].at(i) : number(cols[c.key].at(i)); });
             p.id.textContent = data.labels.at(i).slice(about.prefix);
             box.title = `${question}\n${id}`;
-            const reward = cols.reward.at(i);
-            p.reward.textContent = reward === null ? "–" : number(reward);
-            p.metrics.forEach((cell, k) => { cell.textContent = number(metrics[k].at(i)); });
-            p.stop.textContent = about.stops[data.stop[i]];
             const failed = cols.failed.at(i);
             p.facts.textContent = `${plural(cols.actions.at(i), "action")}, ${plural(cols.calls.at(i), "call")}${failed ? ` (${failed} failed)` : ""}`;
             const seconds = cols.seconds.at(i) ?? 0;
@@ -172,8 +170,8 @@ export default {
             p.note.title = `note: ${p.note.textContent}`;
             p.note.hidden = !p.note.textContent;
             p.says.textContent = data.says.at(i);
-            const scores = shownMetrics.map((metric, k) => `${metric} ${p.metrics[k].textContent}`);
-            box.setAttribute("aria-label", [`${question} ${id}: ${name}`, reward === null ? "unscored" : `reward ${number(reward)}`, ...scores, p.stop.textContent, p.facts.textContent, why ? p.why.textContent : null, p.note.hidden ? null : p.note.title, p.keep.hidden ? null : "kept"].filter(Boolean).join(", "));
+            const cells = grid.map((c, k) => (c.key === "question" ? "" : (cols[c.key].at(i) ?? "") === "" ? `no ${c.label}` : `${c.label} ${p.cells[k].textContent}`));
+            box.setAttribute("aria-label", [`${question} ${id}: ${name}`, ...cells, p.facts.textContent, why ? p.why.textContent : null, p.note.hidden ? null : p.note.title, p.keep.hidden ? null : "kept"].filter(Boolean).join(", "));
           },
           move(at, event) {
             if (event.shiftKey) pick(chosen(selected, rows, at, anchor < 0 ? at : anchor, { range: true }));
@@ -183,11 +181,11 @@ export default {
             }
           },
         });
-        root.style.setProperty("--columns2", `minmax(0, 1fr) ${about.answers ? "minmax(64px, 0.3fr) " : ""}60px ${"72px ".repeat(shownMetrics.length)}94px`);
-        root.style.setProperty("--columns1", `minmax(0, 1fr) ${about.answers ? "70px " : ""}52px ${shownMetrics.length ? "60px " : ""}80px`);
-        root.classList.toggle("afk-noanswers", !about.answers);
-        const by = (key, text, cls) => h("button", { type: "button", class: `afk-link afk-num ${cls}`, title: `Sort by ${text}`, onclick: () => { if (sort.value === key) down.click(); else { sort.value = key; refilter(); } } }, text);
-        const heads = h("div", { class: "afk-grid afk-heads", role: "group", "aria-label": "Columns" }, h("span", { class: "afk-outcome" }, "outcome"), h("span", {}, "question"), h("span", { class: "afk-answer2", title: "the task's field answer" }, "expected"), by("reward", "reward", "afk-reward"), ...shownMetrics.map((name, i) => by(`m${i}`, name, "afk-metric")), h("span", {}, "stop reason"));
+        for (const k of [0, 1, 2]) root.style.setProperty(`--columns${2 - k}`, grid.map((c) => c.widths[k]).join(" "));
+        const by = (key) => { if (sort.value === key) down.click(); else { sort.value = key; refilter(); } };
+        const heads = h("div", { class: "afk-grid afk-heads", role: "group", "aria-label": "Columns" }, h("span", { class: "afk-outcome" }, "outcome"), ...grid.map((c) => (c.sortable
+          ? h("button", { type: "button", class: `afk-link ${look(c)}`, title: `Sort by ${c.label}`, "data-key": c.key, onclick: () => by(c.key) }, c.label)
+          : h("span", { class: look(c), title: c.hint || null }, c.label))));
         const key = (name) => h("i", { class: `afk-key-mark ${name}`, "aria-hidden": "true" });
         const press = (...parts) => h("span", {}, ...parts);
         const legend = h("div", { class: "afk-sub afk-soft afk-keys" }, h("span", {}, "Compare: ", h("kbd", {}, "Ctrl"), " or ", h("kbd", {}, "⌘"), " and click, or ", h("kbd", {}, "Space"), " keeps a row while the arrow keys move on"), press(h("kbd", {}, "Shift"), " a range"), press(h("kbd", {}, "g"), " its group"), press(h("kbd", {}, "Enter"), " its tokens"), press(h("kbd", {}, "Esc"), " clear"),
@@ -214,13 +212,12 @@ export default {
             shown.textContent = "searching …";
             return;
           }
-          const col = sort.value.startsWith("m") && sort.value.length > 1 && cols[sort.value] === undefined ? metrics[Number(sort.value.slice(1))] : cols[sort.value];
+          const col = cols[sort.value];
           rows = sorted(filtered(data, { outcome: choice(outcome), stop: choice(stop), task: choice(task), found: hit }), col, down.getAttribute("aria-pressed") === "true");
           down.hidden = !col;
           list.n = rows.length;
           for (const x of heads.querySelectorAll("button")) x.removeAttribute("aria-pressed");
-          const at = sort.value === "reward" ? 0 : /^m\d+$/.test(sort.value) ? 1 + Number(sort.value.slice(1)) : -1;
-          heads.querySelectorAll("button")[at]?.setAttribute("aria-pressed", "true");
+          heads.querySelector(`[data-key="${sort.value}"]`)?.setAttribute("aria-pressed", "true");
           list.cursor = rows.length ? Math.min(Math.max(0, list.cursor), rows.length - 1) : -1;
           anchor = -1;
           list.el.scrollTop = 0;

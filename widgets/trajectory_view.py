@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,9 +21,9 @@ from ._tokens import some
 from ._trajectories import (
     SIGNS,
     Entry,
+    columns,
     holds,
     last_text,
-    metric_columns,
     outcome_of,
     payload,
     read,
@@ -231,42 +231,48 @@ def _message(message: Any) -> dict[str, Any]:
 
 def _page(kept: list[Entry], dropped: dict[str, str], notes: dict[str, str], shown: Sequence[int], title: str) -> str:
     out = [tag("div", tag("b", escape(title)), style="margin:2px 0 6px")]
-    metrics = metric_columns(kept)
-    names = ["", "question", "expected", "reward", *metrics, "stop", "actions", "time", "last text"]
-    names += ["note"] if notes else []
-    numeric = {"reward", *metrics, "actions", "time"}
-    style = {name: "text-align:right" if name in numeric else "text-align:left" for name in names}
-    style[""] = "text-align:left;white-space:nowrap"
-    wrapped = "text-align:left;overflow-wrap:anywhere"  # words such as JSON may be wider than the page
-    style |= dict.fromkeys(("expected", "note"), f"{wrapped};min-width:4em")
-    style |= dict.fromkeys(("question", "last text"), f"{wrapped};min-width:13em")
-    left, rows = 60_000, []
-    for i, k in enumerate(kept[:200]):
-        outcome = outcome_of(k, dropped)
-        why = f" · left out: {dropped[k.id][:100]}" if k.id in dropped else ""
-        texts = [
-            f"{SIGNS[outcome]} {outcome}", k.question[:80], k.answer[:60],
-            "–" if k.reward is None else number(float(k.reward)),
-            *(number(k.metrics[name]) if name in k.metrics else "–" for name in metrics),
-            f"{k.stop}{why}", str(k.actions), f"{k.seconds:.1f} s", last_text(k)[:120], notes.get(str(i), "")[:120],
-        ]  # fmt: skip
-        row = "".join(
-            tag("td", escape(escape_control_chars(text, 240)), style=style[name])
-            for name, text in zip(names, texts, strict=False)
-        )
+    noted = {kept[int(i)].id: note for i, note in notes.items()}
+    right, left = "text-align:right", "text-align:left"
+    wrapped = f"{left};overflow-wrap:anywhere"  # words such as JSON may be wider than the page
+
+    # Heading, style and function of an entry that returns the text.
+    cells: list[tuple[str, str, Callable[[Entry], str]]] = [
+        ("", f"{left};white-space:nowrap", lambda k: f"{SIGNS[outcome_of(k, dropped)]} {outcome_of(k, dropped)}"),
+        *(
+            (
+                c.label,
+                f"{wrapped};min-width:{'13em' if 'fr' in c.widths[1] else '4.5em'}" if c.text else right,
+                c.shown,
+            )
+            for c in columns(kept)
+            if c.widths
+        ),
+        ("actions", right, lambda k: str(k.actions)),
+        ("time", right, lambda k: f"{k.seconds:.1f} s"),
+        (
+            "last text",
+            f"{wrapped};min-width:13em",
+            lambda k: (f"left out: {dropped[k.id][:100]} · " if k.id in dropped else "") + last_text(k)[:120],
+        ),
+    ]
+    if notes:
+        cells.append(("note", f"{wrapped};min-width:4em", lambda k: noted.get(k.id, "")[:120]))
+    budget, rows = 60_000, []
+    for k in kept[:200]:
+        row = "".join(tag("td", escape(escape_control_chars(text(k), 240)), style=style) for _, style, text in cells)
         rows.append(tag("tr", row, title=escape_control_chars(k.id, 200)))
-        left -= len(rows[-1].encode())
-        if left < 0:
+        budget -= len(rows[-1].encode())
+        if budget < 0:
             break
     head = "".join(
-        tag("th", escape(escape_control_chars(name, 60)), style=style[name].replace("anywhere", "normal"))
-        for name in names
+        tag("th", escape(escape_control_chars(name, 60)), style=style.replace("anywhere", "normal"))
+        for name, style, _ in cells
     )
     out.append(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
     if len(rows) < len(kept):
         more = count(len(kept) - len(rows), "trajectory").replace("trajectorys", "trajectories")
         out.append(tag("div", escape(f"Left out of this static form: {more}. Run the cell to see all.")))
-    left = 30_000
+    budget = 30_000
     for i in shown:
         k = kept[i]
         lines = [tag("div", escape(escape_control_chars(k.says, 600)))]
@@ -280,8 +286,8 @@ def _page(kept: list[Entry], dropped: dict[str, str], notes: dict[str, str], sho
             lines.append(tag("div", head, text, style="margin:3px 0;overflow-wrap:anywhere"))
         name = escape(f"{k.question[:80]} · {k.label[:80]}")
         page = f"<details><summary>{name}, turn by turn</summary>{''.join(lines)}</details>"
-        left -= len(page.encode())
-        if left < 0:
+        budget -= len(page.encode())
+        if budget < 0:
             break
         out.append(page)
     return tag("div", *out)

@@ -152,7 +152,7 @@ def refuse_calls(
     for usage in usages:
         usage.tool_calls += granted
     return {
-        i: ToolResult(False, f"{calls[i].name} was not run: there are no tool calls left ({stop})")
+        i: ToolResult(False, f"{calls[i].name} was not run: there are no tool calls left ({stop})", ran=False)
         for i in valid[granted:]
     }, stop
 
@@ -170,11 +170,13 @@ def stop_after_action(agent: AgentSettings, turn: Turn, limit: int, limited_by: 
             return "context_full"
         at_limit = agent.max_tokens is not None and action_tokens(turn) >= agent.max_tokens
         return limited_by or ("chain_tokens" if at_limit else "turn_tokens")
-    if turn.tool_calls:
-        return None
-    nudges = sum(earlier.author == "nudge" for earlier in turn.path)
-    can_continue = agent.nudge is not None and nudges < agent.max_nudges and turn.actions < agent.max_turns
-    return None if can_continue else "answered"
+    return None if turn.tool_calls or nudge_after(agent, turn) is not None else "answered"
+
+
+def nudge_after(agent: AgentSettings, action: Turn) -> str | None:
+    """Return the user message to append after an action without a tool call, or None if the action is the answer."""
+    nudges = sum(turn.author == "nudge" for turn in action.path)
+    return agent.nudge if nudges < agent.max_nudges and action.actions < agent.max_turns else None
 
 
 def stop_after_calls(

@@ -16,6 +16,7 @@ from typing import Any
 from agentfly_kit._async.listeners import Listeners
 from agentfly_kit._async.pending_call import pending_call
 from agentfly_kit._display import Displayable
+from agentfly_kit.agent.budget import nudge_after
 from agentfly_kit.agent.progress import ChainHooks, ChainKey
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import encode_observation, label, observation_turn, prompt_turn, text_fields
@@ -164,10 +165,10 @@ class ChainState(Displayable):
         return turn
 
     def _append_action(self, turn: Turn, stop: str | None) -> Turn:
-        """Append a sampled action. If it calls no tool and the chain continues, also append `agent.nudge`."""
+        """Append a sampled action. If it calls no tool and the chain continues, also append a nudge."""
         self._append(turn, stop)
-        if stop is None and not turn.tool_calls and self.agent.nudge is not None:
-            message: Message = {"role": "user", "content": self.agent.nudge}
+        if stop is None and not turn.tool_calls and (text := nudge_after(self.agent, turn)) is not None:
+            message: Message = {"role": "user", "content": text}
             self._append_observation(observation_turn(self.agent, turn, [message], "nudge"))
         return turn
 

@@ -118,8 +118,10 @@ class Rollout(Displayable):
         """Return the mean success and reward of the scored trajectories, and statistics over all trajectories.
 
         `reward_max` is included only if `success_hint` is not None. `calls` is the mean number of tool calls per chain.
-        If chains were forked, `forks` is the number of forks, and `executed` is the total number of tool calls,
-        counting a call shared by several chains once.
+        If chains were forked, `forks` is the number of forks, and `executed` is the total number of tool calls
+        that ran, counting a call shared by several chains once.
+
+        Stop reasons are counted by `rollout.to_frame()["stop"].value_counts()`.
         """
         ts = self.trajectories
         scored = [t for t in ts if t.reward is not None]

@@ -11,6 +11,7 @@ from typing import Any
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import BatchError
 from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Turn
 
 _turn_content = operator.attrgetter("kind", "author", "ids", "sampled", "logprobs", "seed")
 
@@ -124,17 +125,16 @@ def _turn_ids(trajectories: list[Trajectory], sampled: list[tuple[int, ...]]) ->
 
 
 def executed_calls(rollout: Any) -> int:
-    """Return the total number of tool calls. A call in a turn that forked chains have in common counts once.
+    """Return the total number of tool calls that ran. A call in a turn that forked chains have in common counts once.
 
     Args:
         rollout: A rollout, a trajectory, or an iterable of trajectories.
     """
     trajectories = as_trajectories(rollout)
-    calls: dict[int, int] = {}  # number of calls in each distinct turn
+    turns: dict[int, Turn] = {}  # distinct turns
     for t, numbers in zip(trajectories, _number_turns(trajectories), strict=True):
-        for number, turn in zip(numbers, t.turns, strict=True):
-            calls.setdefault(number, len(turn.tool_calls) if turn.kind == "observation" else 0)
-    return sum(calls.values())
+        turns |= zip(numbers, t.turns, strict=True)
+    return sum(call.result is not None and call.result.ran for turn in turns.values() for call in turn.tool_calls)
 
 
 def _number_turns(trajectories: Iterable[Trajectory]) -> list[list[int]]:

@@ -91,6 +91,7 @@ class Family(Displayable):
         programs: Programs that must be on PATH.
         install: Command that installs `needs` and `programs`.
         splits: Default number of tasks per split.
+        chance: Success rate that the random player does not exceed.
         pool_size: Size of an agent's environment pool; chains wait while all instances are leased.
         acquire_timeout: Maximum time in seconds for which a chain waits for an environment.
     """
@@ -109,6 +110,7 @@ class Family(Displayable):
     programs: tuple[str, ...] = ()
     install: str = ""
     splits: Mapping[str, int] = field(default_factory=lambda: {"train": 512, "test": 128})
+    chance: float = 0.05
     pool_size: int = 64
     acquire_timeout: float = 120.0
 

@@ -19,13 +19,13 @@ class PythonSandbox(Sandbox):
         isolation: "strict" (bubblewrap), "landlock" (no namespaces), "none" (a bare process with limits), a Container,
             or None for the best level available on this machine. `start` raises IsolationError if the named level is
             unavailable. `sandbox_report()` lists what each level does not isolate.
-        memory_mb, processes, cpu_seconds, disk_mb, network: see Limits. `limit_mechanisms` describes how each limit is
-            enforced.
         packages: make the packages installed for this Python importable (read-only). If False, only the standard
             library is available.
         preload: modules to import once, before interpreters are forked, so that every interpreter inherits them. For
             numpy, this saves 0.1 s per chain.
         max_output: bytes to keep of each of stdout, stderr, value and error, per call.
+        limits: attributes of `agentfly_kit.sandboxes.host.limits.Limits`, such as memory_mb. `limit_mechanisms`
+            describes how each limit is enforced.
 
     Raises:  SettingsError for an invalid setting; SandboxError only for failures of the host.
     """

@@ -21,13 +21,14 @@ from typing import Any, Self
 
 from agentfly_kit._display import Displayable
 
-from ..errors import SandboxError, SettingsError, check_count, check_instance
+from ..errors import SandboxError, SettingsError, check_count, check_instance, checks_keywords
 from .call import CONTROL_SECONDS, ENDED_BY_CODE, GRACE_SECONDS, OUT_OF_MEMORY, Call, JSONLines, Watch, death_message
 from .host import container, process
 from .host import isolation as levels
 from .host.container import Container
 from .host.limits import LimitHits, Limits
 from .result import SandboxResult
+from .settings import forward_signature
 
 _START_SECONDS = 30.0
 
@@ -57,6 +58,8 @@ class Startable(Displayable, ABC):
         await self.close()
 
 
+@checks_keywords
+@forward_signature(Limits)
 class Sandbox(Startable):
     """Base class of sandboxes: a confined Python interpreter to which subclasses make calls.
 
@@ -69,14 +72,10 @@ class Sandbox(Startable):
         self,
         *,
         isolation: str | Container | None = None,
-        memory_mb: int | None = 256,
-        processes: int | None = 32,
-        cpu_seconds: float | None = 10.0,
-        disk_mb: int | None = 64,
-        network: bool = False,
         packages: bool = True,
         preload: Sequence[str] = (),
         max_output: int = 65536,
+        **limits: Any,
     ) -> None:
         if isinstance(preload, str) or preload is None:
             raise SettingsError(f"preload must be a list of module names, got {preload!r}")
@@ -84,7 +83,7 @@ class Sandbox(Startable):
         check_instance("packages", packages, bool, "True or False")
         if not isinstance(isolation, Container):
             levels.check_level(isolation)
-        self.limits = Limits(memory_mb, processes, cpu_seconds, disk_mb, network)
+        self.limits = Limits(**limits)
         # The level in use; before `start`, the requested level.
         self.isolation: str | None = str(isolation) if isinstance(isolation, Container) else isolation
         self.max_output = max_output

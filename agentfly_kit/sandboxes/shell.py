@@ -57,9 +57,8 @@ class ShellSandbox(HostedSandbox):
     """A persistent, confined bash. It starts in an empty folder, and the sandbox's Python is first in its PATH.
 
     Call `await start()`, then `await run(command)` any number of times, `await reset()` for a clean shell, and finally
-    `await close()`; or use `async with ShellSandbox() as sandbox`. The settings are those of PythonSandbox: isolation,
-    memory_mb, processes (which counts the shell and the process that controls it), cpu_seconds, disk_mb, network,
-    max_output.
+    `await close()`; or use `async with ShellSandbox() as sandbox`. The settings are those of PythonSandbox; the limit
+    `processes` also counts the shell and the process that controls it.
 
     Background jobs keep running between commands until the sandbox is reset or closed.
     """

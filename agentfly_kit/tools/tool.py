@@ -351,10 +351,10 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
     async def call(self, call: ToolCall, context: Context) -> ToolResult:
         """Run a tool call. Malformed calls and calls of unknown tools return a failed result."""
         if call.error is not None:
-            return ToolResult(False, call.error)
+            return ToolResult(False, call.error, ran=False)
         if call.name not in self._by_name:
             known = f"the tools are: {', '.join(self.names)}" if self.names else "there are no tools"
-            return ToolResult(False, f"there is no tool named {call.name[:80]!r}; {known}")
+            return ToolResult(False, f"there is no tool named {call.name[:80]!r}; {known}", ran=False)
         return await self._by_name[call.name].invoke(call.arguments, context)
 
     async def call_all(

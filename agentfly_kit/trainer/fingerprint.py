@@ -61,8 +61,15 @@ def _options(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if isinstance(value, plain) else describe(value) for name, value in values.items()}
 
 
-# Hooks that are included in a fingerprint. `after_chain` and `watch` are omitted, as they do not affect training.
+# Settings of the agent that are recorded even if they have their defaults. The others are recorded only if they differ
+# from them, so that a new setting does not prevent earlier runs from being continued.
+_ALWAYS = ("system", "max_turns", "max_tokens", "max_tool_calls", "max_invalid_calls", "timeout", "sampling", "seed")
 _HOOKS = ("before_chain", "before_turn", "after_observation", "on_context_full", "group_reward")
+# Settings of the agent that are recorded in another form, and those that do not affect training.
+_OTHER = (
+    "engine", "chat", "tools", "reward", "pools", "nudge", "max_nudges", *_HOOKS,
+    "name", "max_concurrent_requests", "after_chain", "watch",
+)  # fmt: skip
 
 
 # Settings added since version 0.2. They are included only if they are set, so that runs of 0.2 can be continued.
@@ -81,14 +88,12 @@ def fingerprint(
             if f.name not in _ADDED or getattr(config, f.name) != f.default
         },
         "agent": {
-            "system": agent.system,
-            "max_turns": agent.max_turns,
-            "max_tokens": agent.max_tokens,
-            "max_tool_calls": agent.max_tool_calls,
-            "max_invalid_calls": agent.max_invalid_calls,
-            "timeout": agent.timeout,
-            "sampling": dataclasses.asdict(agent.sampling),
-            "seed": agent.seed,
+            **{
+                f.name: _as_json(getattr(agent, f.name))
+                for f in dataclasses.fields(agent)
+                if f.name[0] != "_" and f.name not in _OTHER
+                if f.name in _ALWAYS or getattr(agent, f.name) != f.default
+            },
             "engine": type(agent.engine).__name__,
             "chat": {
                 "history": chat.history,
@@ -99,10 +104,7 @@ def fingerprint(
                 "options": _options(chat.template.options),
             },
             "hooks": {name: _as_json(getattr(agent, name)) for name in _HOOKS},
-            **({} if agent.success is None else {"success": _as_json(agent.success)}),
             **({} if agent.nudge is None else {"nudge": [agent.nudge, agent.max_nudges]}),
-            **({"show_exceptions": True} if agent.show_exceptions else {}),
-            **({} if agent.harness is None else {"harness": _as_json(agent.harness.function)}),
         },
         "tools": {
             t.name: {"source": t.written or code_of(t.function), "fingerprint": t.fingerprint} for t in agent.tools

@@ -23,15 +23,14 @@ from agents import (
 from waiting import GUARD, until
 
 import agentfly_kit as af
+from agentfly_kit.batch.turn_data import executed_calls
 
 
 def spent(rollout: af.Rollout) -> dict[str, int]:
     return {
         "tokens": sum(len(t.ids or ()) for x in rollout for t in x.turns if t.kind == "action"),
         "turns": sum(len(x.actions) for x in rollout),
-        "tool_calls": sum(
-            "was not run" not in c.result.observation for x in rollout for c in x.tool_calls if c.result
-        ),
+        "tool_calls": sum(c.result.ran for x in rollout for c in x.tool_calls if c.result),
     }
 
 
@@ -42,13 +41,14 @@ async def test_calls_beyond_max_tool_calls_are_not_run_and_end_the_chain() -> No
     assert [c.result.observation for c in t.tool_calls if c.result] == [
         "2", "3", "4", "calculator was not run: there are no tool calls left (chain_tool_calls)",
     ]  # fmt: skip
+    assert executed_calls(t) == 3
     assert t.turns[-1].ids == ()  # the last turn has no ids, because no action follows
 
 
 async def test_chain_can_answer_after_its_last_allowed_call() -> None:
     script = [call("1+1"), call("1", "nobody") + "<tool_call>{", call("2+3"), "5"]
     (t,) = await played(script, max_tool_calls=2).rollout(numbered(1))  # invalid calls do not count
-    assert (t.stop, t.reward) == ("answered", 1.0)
+    assert (t.stop, t.reward, executed_calls(t)) == ("answered", 1.0, 2)
 
 
 async def test_max_tool_calls_applies_to_interactive_chains() -> None:

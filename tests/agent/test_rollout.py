@@ -142,7 +142,7 @@ VALUES = {
     "zone": datetime.datetime(2026, 1, 2, 3, tzinfo=datetime.timezone(datetime.timedelta(hours=2))),
     "frame": pd.Timestamp("2026-01-02 03:04:05.123456789"), "path": Path("a/b"), "id": uuid.UUID(int=5),
     "price": Decimal("1.10"), "bytes": b"\xff", "inf": -math.inf, "$type": "date", "value": [], "": {"$type": 1},
-    "sets": {frozenset({(1, (2,))}), datetime.date(2026, 1, 2)}, "pairs": [(1, [2]), ()], "keys": {1: {None: "a"}},
+    "sets": [{frozenset({(1, (2,))})}, {datetime.date(2026, 1, 2)}], "pairs": [(1, [2]), ()], "keys": {1: {None: "a"}},
 }  # fmt: skip
 
 

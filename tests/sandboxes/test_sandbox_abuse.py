@@ -605,6 +605,8 @@ async def test_limit_mechanisms(sandbox: af.PythonSandbox, level: str):
     network = {"landlock": "no sockets", "none": "not limited"}.get(level, "no interface but its own loopback")
     assert used["memory_mb"].startswith(memory) and (used["disk_mb"], used["network"]) == (disk, network)
     assert isolation.limit_mechanisms(level, Limits(network=True), group)["network"] == "allowed, as requested"
+    open_files = (await sandbox.run("import resource\nresource.getrlimit(resource.RLIMIT_NOFILE)")).value
+    assert (used["open_files"], open_files) == ("RLIMIT_NOFILE, 512 in each process", "(512, 512)")
 
 
 # --- older kernels, other users, filters ----------------------------------------------------------

@@ -710,9 +710,9 @@ async def test_unknown_and_malformed_calls_are_observations() -> None:
         [call("calculate", x=1), af.ToolCall("call-1", "", {}, error="the tool call is not valid JSON")], context()
     )
     assert unknown.result == af.ToolResult(
-        False, "there is no tool named 'calculate'; the tools are: calculator, add"
+        False, "there is no tool named 'calculate'; the tools are: calculator, add", ran=False
     )
-    assert unreadable.result == af.ToolResult(False, "the tool call is not valid JSON")
+    assert unreadable.result == af.ToolResult(False, "the tool call is not valid JSON", ran=False)
     assert (await af.ToolSet().call(call("x"), context())).observation.endswith("there are no tools")
     assert await tools.call_all([], context()) == ()
 

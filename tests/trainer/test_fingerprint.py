@@ -1,6 +1,7 @@
 """The fingerprint of a run: code of functions and classes (also after an autoreload), tasks, chat and pools."""
 
 import copy
+import dataclasses
 import importlib
 import itertools
 import json
@@ -322,3 +323,21 @@ def test_a_new_setting_does_not_prevent_earlier_runs_from_being_continued() -> N
     settings = [fingerprint(sampler, "")["config"] for sampler in samplers]
     assert [set(each) - set(SETTINGS.split()) for each in settings] == [set(), {"sum_turn_rewards"}]
     assert set(SETTINGS.split()) <= set(settings[0])
+
+
+SETTINGS_OF_AGENTS = """
+system max_turns max_tokens max_tool_calls max_invalid_calls timeout sampling seed engine chat hooks
+"""
+
+
+def test_a_new_setting_of_the_agent_is_recorded_if_it_is_set() -> None:
+    @dataclasses.dataclass(frozen=True, eq=False)
+    class Extended(af.Agent):
+        patience: int = 3
+
+    agent = small(learner())
+    extended = Extended(**{f.name: getattr(agent, f.name) for f in dataclasses.fields(agent)})
+    changed = extended.replace(patience=4, name="a", success=0.5)  # type: ignore[arg-type]
+    found = [settings(each)["agent"] for each in (extended, changed)]
+    assert set(found[0]) == set(SETTINGS_OF_AGENTS.split())
+    assert found[1] == found[0] | {"patience": 4, "success": 0.5}

@@ -266,6 +266,7 @@ def test_trajectories_by_mouse_and_keys(notebook: Any) -> None:
     page.wait_for_function("() => document.querySelectorAll('.afk-trajectoryview .afk-item').length === 12")
     view.get_by_role("button", name="reward", exact=True).click()
     browser.expect(view.get_by_label("Sort by")).to_have_value("reward")
+    browser.expect(view.get_by_role("button", name="reward", exact=True, pressed=True)).to_have_count(1)
     view.get_by_label("Sort by").select_option("actions")
     most = nb.python("max(len(t.actions) for t in rollout)")
     browser.expect(rows.first).to_have_attribute("aria-label", re.compile(f"{most} actions"))

@@ -55,9 +55,13 @@ async def test_tasks_of_a_table_are_shown_by_their_question_and_answer() -> None
     view = w.TrajectoryView(rollout)
     assert [text_at(view._buffers["labels"], i) for i in range(4)] == ["chain 0", "chain 1", "chain 0", "chain 1"]
     assert view._about["tasks"] == ["What is 1+1?", "What is 2+2?"]
-    shown = [(text_at(view._buffers["questions"], i), text_at(view._buffers["answers"], i)) for i in range(2)]
+    columns = view._buffers["columns"]
+    shown = [(text_at(columns["question"], i), text_at(columns["expected"], i)) for i in range(2)]
     assert shown == [("What is 1+1?", "2"), ("What is 2+2?", "4")]
-    assert (view._about["metrics"], view._about["shown_metrics"]) == (["exact"], 0), "it equals the reward"
+    assert list(np.frombuffer(columns["question"]["index"], "<i4")) == [0, 0, 1, 1]
+    assert [c["label"] for c in view._about["columns"] if c["widths"]] == [
+        "question", "expected", "reward", "stop reason"
+    ], "the metric exact equals the reward"  # fmt: skip
     page = check_static(view).text
     assert "What is 2+2?" in page and "expected" in page
     assert rollout.trajectories[0].task.id not in page

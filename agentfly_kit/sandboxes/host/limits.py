@@ -21,7 +21,7 @@ class Limits:
     """Resource limits of one sandbox. None means no limit.
 
     Whether a limit applies in total or to each process or file depends on the isolation level and the machine; see
-    `PythonSandbox.limit_mechanisms`.
+    `PythonSandbox.limit_mechanisms`. Two limits are fixed: each process can have 512 open files, and none dumps core.
 
     Attributes:
         memory_mb: memory that the code inside can use, in MB of 2**20 bytes.
@@ -50,7 +50,7 @@ class Limits:
 
     def rlimits(self) -> dict[str, int]:
         """Return the limits of each process, keyed by their names in the module `resource`."""
-        found = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": 512}
+        found = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": _OPEN_FILES}
         if self.memory_mb is not None:
             # A process reaches this limit before the control group's memory limit. It then gets a MemoryError and
             # keeps its variables, whereas the control group's limit would kill it.
@@ -61,10 +61,14 @@ class Limits:
 
     def describe(self, mechanisms: Mapping[str, str]) -> dict[str, str]:
         """Return the mechanism that enforces each limit; "not limited" for a limit that is None."""
-        return {name: how if getattr(self, name) is not None else "not limited" for name, how in mechanisms.items()}
+        return {
+            **{name: how if getattr(self, name) is not None else "not limited" for name, how in mechanisms.items()},
+            "open_files": f"RLIMIT_NOFILE, {_OPEN_FILES} in each process",
+        }
 
 
 _MEBIBYTE = 2**20
+_OPEN_FILES = 512
 # Number of processes and bytes allowed for bwrap and the zygote, in addition to the limits on sandboxed code.
 _OWN_PROCESSES = 2
 _OWN_MEMORY = 24 * _MEBIBYTE
