@@ -1,4 +1,4 @@
-"""What ships with the kit: task sets and the small warm-started policy. Installed as `agentfly_kit._data`.
+"""Task sets and small policies that are part of the package, installed as `agentfly_kit._data`.
 
-This file is here so that the folder is a package; it holds no code, and who reads the files is `agentfly_kit.data`.
+This file makes the folder a package and defines nothing. `agentfly_kit.task_files` and `agentfly_kit.tiny` read the files.
 """
