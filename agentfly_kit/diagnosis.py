@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 
@@ -34,14 +34,14 @@ _CALL = re.compile(r'(?m)<tool_call|<function|<\|tool|<\|python_tag|\[TOOL_CALLS
 # Minimum length of actions that are checked for repetition, and length of the n-grams that are counted, in tokens.
 _LONG_ACTION, _NGRAM = 24, 4
 # Findings that are symptoms if an update was too large or the prompts are unknown, because the texts are then random.
-_RANDOM_TEXTS = ("gibberish", "unparsed_calls", "rejected_calls", "long_observations", "truncated",
-                         "ignored_results", "collapsed_entropy", "repetition", "length_reward")  # fmt: skip
+_RANDOM_TEXTS = ("gibberish", "unparsed_calls", "rejected_calls", "long_observations", "truncated", "ignored_results",
+                 "collapsed_entropy", "repetition", "length_reward")  # fmt: skip
 # Difference between the logprobs of engine and policy, in nats, above which they cannot be weights of the same model.
 _OTHER_MODEL = 5.0
 
 
 def diagnose(
-    rollout: Rollout | None,
+    rollout: Any,
     batch: Batch | None = None,
     stats: Stats | None = None,
     *,
@@ -50,29 +50,30 @@ def diagnose(
     """Find reasons why a policy does not learn. The arguments are not modified.
 
     Args:
-        rollout: Chains of one training step. With None, only `stats` and `records` are examined.
+        rollout: Chains of one training step; or a run, whose last step and records are examined; or None.
         batch: Batch collated from these chains, whose mask and advantages are checked.
         stats: Statistics of the update. With `ppo_step(detail=True)`, the tokens that changed most are also reported.
         records: Records of the training steps so far, oldest first. The last record is used if `stats` is None.
 
     Returns:
-        The findings, sorted by estimated effect. Serious findings that usually explain others, such as unparsed calls,
-        come before their symptoms, such as groups without signal.
+        The findings, sorted by estimated effect. Serious causes, such as unparsed calls, come before their symptoms.
 
     Raises:
         SettingsError: If there is nothing to examine, an argument has the wrong type, or `batch` has other chains.
     """
+    if (batch, stats, records) == (None, None, ()) and hasattr(rollout, "diagnose"):
+        return cast(Findings, rollout.diagnose())
     for name, value, of in (("rollout", rollout, Rollout), ("batch", batch, Batch), ("stats", stats, Stats)):
         if value is not None and not isinstance(value, of):
             raise SettingsError(f"{name} must be a {of.__name__} or None, got {type(value).__name__}")
     if not rollout and batch is None and stats is None and not records:
         raise SettingsError("diagnose needs a rollout with at least one chain, a batch, stats or records, got none")
-    known = {t.id for t in rollout or ()}
+    rollout = rollout or Rollout(())
+    known = {t.id for t in rollout}
     others = [t.id for t in batch.trajectories if t.id not in known] if batch is not None and known else []
     if others:
         raise SettingsError(f"`batch` must contain only chains of `rollout`, got {others[0]!r}")
     numbers = stats.scalars() if stats is not None else dict(records[-1]) if records else {}
-    rollout = rollout or Rollout(())
     evidence = _Evidence(rollout.trajectories, rollout, batch, numbers, stats, tuple(records))
     found: list[tuple[Finding, bool]] = []
     for check, is_symptom, widget, remedy in _CHECKS:
@@ -89,9 +90,6 @@ def diagnose(
         return not item[0].serious, item[0].serious and after, -round(item[0].effect, 1)
 
     return Findings(finding for finding, _ in sorted(found, key=rank))
-
-
-# --- evidence that the checks examine --------------------------------------------------------------
 
 
 @dataclass(frozen=True)

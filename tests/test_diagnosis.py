@@ -363,5 +363,5 @@ async def test_runs_are_diagnosed_live_and_from_their_folder(tmp_path: Path) -> 
     run = af.train(agent, policy, agents.tasks(4), config, run=tmp_path / "run")
     errors.check(run.diagnose, af.errors.SettingsError, "at least one chain")
     await run
-    assert run.diagnose()[0].name == "constant_reward"
+    assert af.diagnose(run)[0].name == "constant_reward"
     assert af.Run(tmp_path / "run").diagnose()[0].name == "constant_reward"

@@ -238,6 +238,10 @@ def learner(
 
     The result of a tool call is a message such as {"role": "tool", "name": "guess", "content": "higher"}.
 
+    Such a policy learns fixed associations, to copy a word, and to choose among the behaviors in the demonstrations. It
+    hardly learns to compare two words, to count or to search: after 400 updates on perfect searches for a good on six
+    shelves, it found half of the goods. Before training it further, compare its success with that of a random agent.
+
     With conversations of 70 tokens and the default batch, 150 updates took 14 s, and the default of 300 takes twice as
     long: CPU time by `time.process_time`, with one thread on an otherwise idle core of an AMD EPYC. The time is about
     proportional to the number of tokens. While it runs, a line shows the loss and the time left.
