@@ -84,14 +84,16 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
     engine = af.ScriptedEngine(demonstrate)
     shown_chains = await agent.replace(engine=engine).rollout(tasks.train[:DEMONSTRATIONS])
     losses = [s.loss for s in await af.imitate(policy, shown_chains, epochs=1, minibatch=4, lr=1e-3, seed=given.seed)]
+    imitated = policy.copy()
     note("demonstrations", await af.evaluate(agent, tasks.test), loss=[round(x, 2) for x in losses])
 
     config = af.TrainConfig(
         steps=given.steps, tasks_per_step=given.tasks, group_size=given.group, minibatch=given.minibatch,
-        epochs=given.epochs, lr=given.lr, lr_end=given.lr_end, entropy_coef=given.entropy, seed=given.seed,
+        epochs=given.epochs, lr=given.lr, lr_end=given.lr_end, entropy_coef=given.entropy, kl_coef=given.kl, seed=given.seed,
     )  # fmt: skip
     start = time.process_time()
-    async for step in af.train(agent, policy, tasks.train, config):
+    reference = {"reference": imitated} if given.kl else {}
+    async for step in af.train(agent, policy, tasks.train, config, **reference):
         kept = ("success", "approx_kl", "entropy")
         note(f"step {step.step}", **{k: round(step.record[k], 4) for k in kept if k in step.record})
     budget = time.process_time() - start
@@ -122,6 +124,7 @@ if __name__ == "__main__":
     parser.add_argument("--lr", type=float, default=3.5e-4)
     parser.add_argument("--lr-end", type=float, default=None)
     parser.add_argument("--entropy", type=float, default=0.0, help="coefficient of the entropy bonus")
+    parser.add_argument("--kl", type=float, default=0.0, help="coefficient of the KL to the imitated policy")
     parser.add_argument("--no-zero-shot", dest="zero_shot", action="store_false")
     parser.add_argument("--no-control", dest="control", action="store_false")
     print(json.dumps(asyncio.run(measure(parser.parse_args())), indent=2))

@@ -165,9 +165,9 @@ class AgentSettings(Displayable):
         reward = RewardSet(self.reward)
         harness = self.harness
         if harness is not None:
-            values = {name: getattr(self, name) for name in _WITHOUT_HARNESS} | {"tools": tuple(tools) or None}
-            for name, value in values.items():
-                if value is not None:
+            for name in _WITHOUT_HARNESS:
+                default = type(self).__dataclass_fields__[name].default
+                if tools.names if name == "tools" else getattr(self, name) != default:
                     raise SettingsError(f"{name} must not be given with harness, which has its own loop")
         # Check pools here, because a chain leases a sandbox only at its first use and would fail late.
         pools = (self.pools,) if hasattr(self.pools, "acquire") else tuple(self.pools)
