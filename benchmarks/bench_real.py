@@ -89,7 +89,8 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
 
     config = af.TrainConfig(
         steps=given.steps, tasks_per_step=given.tasks, group_size=given.group, minibatch=given.minibatch,
-        epochs=given.epochs, lr=given.lr, lr_end=given.lr_end, entropy_coef=given.entropy, kl_coef=given.kl, seed=given.seed,
+        epochs=given.epochs, lr=given.lr, lr_end=given.lr_end, entropy_coef=given.entropy, kl_coef=given.kl,
+        seed=given.seed,
     )  # fmt: skip
     start = time.process_time()
     reference = {"reference": imitated} if given.kl else {}
