@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import random
 import re
@@ -51,12 +52,12 @@ def correct(final: str | None, answer: str) -> float:
     return float(bool(numbers) and numbers[-1] == answer)
 
 
-def demonstrate(task: Task, turn: int, right: bool = False) -> str:
+def demonstrate(policy: af.Policy, task: Task, turn: int, right: bool = False) -> str:
     """Write a call with the right formula or one chosen at random, and then its result."""
     numbers = re.findall(r"\d+", task.messages[-1]["content"])
     expression = task.fields["expression"] if right else random.Random(task.id).choice(FORMULAS).format(*numbers)
-    call = {"name": "calculator", "arguments": {"expression": expression}}
-    return f"<tool_call>{json.dumps(call)}</tool_call>" if turn == 0 else calculator(expression)
+    call = af.ToolCall("", "calculator", {"expression": expression})
+    return policy.chat.format.render_call(call) if turn == 0 else calculator(expression)
 
 
 async def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -81,7 +82,7 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
         note("without the tool", await af.evaluate(alone, tasks.test[:32]))
         note("with the tool", await af.evaluate(agent, tasks.test[:32]))
 
-    engine = af.ScriptedEngine(demonstrate)
+    engine = af.ScriptedEngine(functools.partial(demonstrate, policy))
     shown_chains = await agent.replace(engine=engine).rollout(tasks.train[:DEMONSTRATIONS])
     losses = [s.loss for s in await af.imitate(policy, shown_chains, epochs=1, minibatch=4, lr=1e-3, seed=given.seed)]
     imitated = policy.copy()
@@ -103,7 +104,7 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
 
     if given.control:
         control = af.Policy.load(MODEL, lora=16)
-        right = af.ScriptedEngine(lambda task, turn: demonstrate(task, turn, right=True))
+        right = af.ScriptedEngine(lambda task, turn: demonstrate(policy, task, turn, right=True))
         chains = await agent.replace(engine=right).rollout(tasks.train[:DEMONSTRATIONS])
         start, passes = time.process_time(), 0
         while time.process_time() - start < budget:
