@@ -85,7 +85,7 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
     engine = af.ScriptedEngine(functools.partial(demonstrate, policy))
     shown_chains = await agent.replace(engine=engine).rollout(tasks.train[:DEMONSTRATIONS])
     losses = [s.loss for s in await af.imitate(policy, shown_chains, epochs=1, minibatch=4, lr=1e-3, seed=given.seed)]
-    imitated = policy.copy()
+    reference = {"reference": policy.copy()} if given.kl else {}
     note("demonstrations", await af.evaluate(agent, tasks.test), loss=[round(x, 2) for x in losses])
 
     config = af.TrainConfig(
@@ -94,7 +94,6 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
         seed=given.seed,
     )  # fmt: skip
     start = time.process_time()
-    reference = {"reference": imitated} if given.kl else {}
     async for step in af.train(agent, policy, tasks.train, config, **reference):
         kept = ("success", "approx_kl", "entropy")
         note(f"step {step.step}", **{k: round(step.record[k], 4) for k in kept if k in step.record})
