@@ -1,12 +1,12 @@
 """Measure how a pretrained model learns to use a tool: SmolLM2-135M-Instruct, word problems, a calculator.
 
-    make bench-real                              # one seed: about 40 minutes of one core
+    make bench-real                              # one seed: about 60 minutes of one core
     make bench-real ARGS="--seed 1 --steps 8"
 
-The model is evaluated without and with the tool. It then imitates 32 demonstrations of the format, whose formulas are
-chosen at random, so that a third of them are right, and is trained with GRPO and LoRA on the training wordings. The
+The model is evaluated without and with the tool. It then imitates 96 demonstrations of the format, 70 % of them with
+the right formula and the others with a random one, and is trained with GRPO and LoRA on the training wordings. The
 evaluations use held-out wordings that share no sentence with them; see data/word_problems. The control imitates
-correct demonstrations of the same 32 problems for as much CPU time as the training took.
+correct demonstrations of the same 96 problems for as much CPU time as the training took.
 
 The output is JSON, with CPU seconds of this process since the model was loaded. `scripts/install smollm2` is needed.
 """
@@ -30,7 +30,6 @@ from agentfly_kit.types import Task
 
 MODEL = "smollm2"
 FORMULAS = ("{}*{}+{}", "{}*{}-{}", "{}+{}-{}")
-DEMONSTRATIONS = 32
 
 
 @af.tool
@@ -52,10 +51,10 @@ def correct(final: str | None, answer: str) -> float:
     return float(bool(numbers) and numbers[-1] == answer)
 
 
-def demonstrate(policy: af.Policy, task: Task, turn: int, right: bool = False) -> str:
-    """Write a call with the right formula or one chosen at random, and then its result."""
-    numbers = re.findall(r"\d+", task.messages[-1]["content"])
-    expression = task.fields["expression"] if right else random.Random(task.id).choice(FORMULAS).format(*numbers)
+def demonstrate(policy: af.Policy, right: float, task: Task, turn: int) -> str:
+    """Write a call, with the right formula with probability `right` and else a random one, and then its result."""
+    numbers, draw = re.findall(r"\d+", task.messages[-1]["content"]), random.Random(task.id)
+    expression = draw.choice(FORMULAS).format(*numbers) if draw.random() >= right else task.fields["expression"]
     call = af.ToolCall("", "calculator", {"expression": expression})
     return policy.chat.format.render_call(call) if turn == 0 else calculator(expression)
 
@@ -82,19 +81,17 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
         note("without the tool", await af.evaluate(alone, tasks.test[:32]))
         note("with the tool", await af.evaluate(agent, tasks.test[:32]))
 
-    engine = af.ScriptedEngine(functools.partial(demonstrate, policy))
-    shown_chains = await agent.replace(engine=engine).rollout(tasks.train[:DEMONSTRATIONS])
-    losses = [s.loss for s in await af.imitate(policy, shown_chains, epochs=1, minibatch=4, lr=1e-3, seed=given.seed)]
-    reference = {"reference": policy.copy()} if given.kl else {}
+    engine = af.ScriptedEngine(functools.partial(demonstrate, policy, given.right))
+    chains = await agent.replace(engine=engine).rollout(tasks.train[: given.demonstrations])
+    losses = [s.loss for s in await af.imitate(policy, chains, epochs=1, minibatch=4, lr=1e-3, seed=given.seed)]
     note("demonstrations", await af.evaluate(agent, tasks.test), loss=[round(x, 2) for x in losses])
 
     config = af.TrainConfig(
-        steps=given.steps, tasks_per_step=given.tasks, group_size=given.group, minibatch=given.minibatch,
-        epochs=given.epochs, lr=given.lr, lr_end=given.lr_end, entropy_coef=given.entropy, kl_coef=given.kl,
-        seed=given.seed,
+        steps=given.steps, tasks_per_step=given.tasks, group_size=given.group, minibatch=given.minibatch, epochs=1,
+        lr=given.lr, lr_warmup=given.warmup, seed=given.seed,
     )  # fmt: skip
     start = time.process_time()
-    async for step in af.train(agent, policy, tasks.train, config, **reference):
+    async for step in af.train(agent, policy, tasks.train, config):
         kept = ("success", "approx_kl", "entropy")
         note(f"step {step.step}", **{k: round(step.record[k], 4) for k in kept if k in step.record})
     budget = time.process_time() - start
@@ -103,8 +100,8 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
 
     if given.control:
         control = af.Policy.load(MODEL, lora=16)
-        right = af.ScriptedEngine(lambda task, turn: demonstrate(policy, task, turn, right=True))
-        chains = await agent.replace(engine=right).rollout(tasks.train[:DEMONSTRATIONS])
+        right = af.ScriptedEngine(functools.partial(demonstrate, policy, 1.0))
+        chains = await agent.replace(engine=right).rollout(tasks.train[: given.demonstrations])
         start, passes = time.process_time(), 0
         while time.process_time() - start < budget:
             await af.imitate(control, chains, epochs=1, minibatch=4, lr=2e-4 if passes else 1e-3, seed=passes)
@@ -117,15 +114,14 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=32)
-    parser.add_argument("--tasks", type=int, default=16)
-    parser.add_argument("--group", type=int, default=4)
-    parser.add_argument("--minibatch", type=int, default=32)
-    parser.add_argument("--epochs", type=int, default=1)
-    parser.add_argument("--lr", type=float, default=3.5e-4)
-    parser.add_argument("--lr-end", type=float, default=None)
-    parser.add_argument("--entropy", type=float, default=0.0, help="coefficient of the entropy bonus")
-    parser.add_argument("--kl", type=float, default=0.0, help="coefficient of the KL to the imitated policy")
+    parser.add_argument("--demonstrations", type=int, default=96)
+    parser.add_argument("--right", type=float, default=0.7, help="probability that a demonstration is right")
+    parser.add_argument("--steps", type=int, default=28)
+    parser.add_argument("--tasks", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--minibatch", type=int, default=16)
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--warmup", type=int, default=4, help="iterations before the learning rate is reached")
     parser.add_argument("--no-zero-shot", dest="zero_shot", action="store_false")
     parser.add_argument("--no-control", dest="control", action="store_false")
     print(json.dumps(asyncio.run(measure(parser.parse_args())), indent=2))

@@ -87,6 +87,8 @@ class TrainConfig(PPOConfig):
             None shuffles all tasks.
         lr: Learning rate in the first iteration. The learning rate of a value head is ten times as high.
         lr_end: Learning rate in the last iteration; the rate changes linearly in between. None keeps `lr` throughout.
+        lr_warmup: Number of first iterations in which the learning rate is lower and rises linearly. AdamW's first
+            updates are as large as the learning rate however uncertain the gradient is, which can harm an adapter.
         kl_target: Target KL divergence from the reference policy, in nats per token. The KL coefficient starts at
             `kl_coef` and is adapted after each iteration; see `af.losses.adaptive_kl_coef`. None keeps it fixed.
         kl_horizon: Number of trajectories over which `kl_target` adapts the coefficient.
@@ -144,6 +146,7 @@ class TrainConfig(PPOConfig):
     difficulty: str | Callable[[Task], float] | None = None
     lr: float = 3e-4
     lr_end: float | None = None
+    lr_warmup: int = 0
     kl_target: float | None = None
     kl_horizon: float = 10_000
     max_kl: float | None = 10.0
@@ -173,6 +176,7 @@ class TrainConfig(PPOConfig):
         "row_discount": "of at least 0 and at most 1",
         "lr": "above 0",
         "lr_end": "of at least 0",
+        "lr_warmup": "of at least 0",
         "kl_target": "above 0",
         "kl_horizon": "above 0",
         "max_kl": "above 0",

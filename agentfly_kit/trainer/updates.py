@@ -114,10 +114,11 @@ class Updater:
         return stats, lag
 
     def _learning_rates(self, index: int) -> list[float]:
-        """Return the learning rate for each parameter group, changing linearly from `lr` to `lr_end`."""
+        """Return the learning rate for each parameter group: linear from `lr` to `lr_end`, and lower during warmup."""
         config = self.config
         end = config.lr if config.lr_end is None else config.lr_end
         first = self._first_step
         now = config.lr + (end - config.lr) * ((index - first) / max(1, config.steps - 1 - first))
+        now *= min(1, (index + 1) / (config.lr_warmup + 1))
         # The learning rate of the value head is a fixed multiple of that of the policy.
         return [now * group.setdefault("scale", group["lr"] / config.lr) for group in self.optimizer.param_groups]

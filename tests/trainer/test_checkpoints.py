@@ -184,7 +184,7 @@ def test_arguments_of_transformers(tmp_path: Path) -> None:
 
 async def test_a_complete_run_continues_with_more_steps(tmp_path: Path) -> None:
     """The added iterations equal those of a longer run, and the schedule of another learning rate covers them."""
-    constant = SMALL.replace(lr_end=None, steps=2)
+    constant = SMALL.replace(lr_end=None, steps=2, lr_warmup=3)
     folder = tmp_path / "run"
     await start(folder, config=constant)
     # Nothing is added.
@@ -205,7 +205,7 @@ async def test_a_complete_run_continues_with_more_steps(tmp_path: Path) -> None:
     eight = added.replace(steps=8)
     errors.check(lambda: start(folder, config=eight), af.errors.RunMismatch, "config.steps: was 7, now 8")
     await start(folder, config=added)
-    assert [r["lr"] for r in af.Run(folder).records] == pytest.approx([1e-3] * 4 + [4e-4, 3e-4, 2e-4])
+    assert [r["lr"] for r in af.Run(folder).records] == pytest.approx([2.5e-4, 5e-4, 7.5e-4, 1e-3, 4e-4, 3e-4, 2e-4])
 
 
 def test_a_run_without_settings_is_another_run(tmp_path: Path) -> None:
