@@ -47,6 +47,8 @@ def cached_forward(policy: Policy) -> CachedForward:
             reason = "a trial gave other hidden states with a KV cache than without one"
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         reason = f"a trial raised {type(error).__name__}: {error}"
+        if isinstance(error, AttributeError) and isinstance(error.obj, KVCache):
+            reason = f"its layers need a cache with {error.name!r}"
     if reason:
         raise EngineError(f"LocalEngine cannot run {type(policy.model).__name__}: {reason}. Use VLLMEngine instead")
     return _modules_forward(trunk)

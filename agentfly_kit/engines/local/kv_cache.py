@@ -146,10 +146,11 @@ class KVCache:
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
         # Number of leading tokens of each slot that were prefilled. Decoding rounds keys differently.
         self.prefilled: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
-        # Keys (0) and values (1) by layer, (count, heads, capacity, head size), allocated in the layer's first `update`.
+        # Keys (0) and values (1) by layer, (count, heads, capacity, head size), allocated in its first `update`.
         self._held: dict[tuple[int, int], Tensor] = {}
-        # Recurrent states by layer, attribute of `_LayerStates` and index, (count, ...), and those of the selected rows.
+        # Recurrent states by layer, attribute of `_LayerStates` and index, (count, ...).
         self._states: dict[tuple[int, str, int], Tensor] = {}
+        # Recurrent states of the selected rows.
         self.layers: defaultdict[int, _LayerStates] = defaultdict(_LayerStates)
         self._rows: Tensor | slice = slice(0, 0)
         self._positions: Tensor = torch.zeros(0)
