@@ -61,9 +61,8 @@ def masked_states(
         masks[kind] = mask
     # Models without layer types take one mask; others take one per type unless all layers have full attention.
     mapped = getattr(config, "layer_types", None) and masks.keys() not in ({"full_attention"}, {"linear_attention"})
-    options[
-        "cache_params" if "cache_params" in inspect.signature(decoder.forward).parameters else "past_key_values"
-    ] = cache
+    # Models without any attention name this parameter differently.
+    options["cache_params" if masks.keys() == {"linear_attention"} else "past_key_values"] = cache
     return decoder(
         input_ids=ids,
         attention_mask=masks if mapped else next(iter(masks.values())),

@@ -437,6 +437,7 @@ def _check_value_head(value_head: Any) -> None:
 
 
 def _make_critic(model: Any) -> Critic:
+    use_soft_caps(model)
     trunk = copy.deepcopy(model.get_decoder()).requires_grad_(True).eval()
     return Critic(trunk, int(model.get_output_embeddings().weight.shape[1]))
 

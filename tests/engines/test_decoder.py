@@ -97,6 +97,7 @@ FAMILIES: dict[str, dict[str, Any]] = WINDOWED | {
         "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"], "head_dim": 12,
         "moe_shared_expert_intermediate_size": 16,
     },
+    "jamba": {"num_experts": 2, "mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1},
     "rwkv": {"attention_hidden_size": 48}, "gpt_neo": GPT_NEO, "bloom": {"n_layer": 2, "n_head": 4},
 }  # fmt: skip
 

@@ -92,7 +92,7 @@ class LocalEngine(Engine):
         if self._batch.is_recurrent:
             return "recurrent states are rounded differently in other batches"
         if getattr(config, "kv_lora_rank", None):
-            return "torch has no batch-invariant kernel for keys and values of different sizes"
+            return "attention whose keys and values differ in size was not tested for batch invariance"
         if self._batch.table.num_replaced:
             return "histories were computed again, because more chains were alive than slots"
         with single_torch_thread(self.policy):
