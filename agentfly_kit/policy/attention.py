@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# Types of layers without attention. Models with layers "mlp" or "moe" have recurrent layers, too.
+_RECURRENT = {"linear_attention", "conv", "mlp", "moe"}
 # For each type of attention layer, the config setting that restricts the keys it attends to.
 _RESTRICTED_BY = {
     "full_attention": None,
@@ -38,13 +40,17 @@ def masked_states(
 
     Tokens attend to keys that are `allowed` and within the layer's window. `positions` and `key_positions` are the
     positions of tokens and keys in their rows, `cache` is a transformers cache, and `options` go to the decoder.
+    Recurrent layers take no mask, so their rows must have no padding before the last token that is used.
 
     Shapes:  ids, positions (R rows, C tokens), allowed (R, 1, C, S keys), key_positions (1 or R, S) ->
              `last_hidden_state` (R, C, d).
     """
     config = decoder.config
-    masks = {}
+    masks: dict[str, Tensor | None] = {}
     for kind in _layer_types(config):
+        if kind in _RECURRENT:
+            masks[kind] = None
+            continue
         mask = allowed
         if limit := getattr(config, _RESTRICTED_BY[kind] or "", None):
             first = positions - limit + 1 if kind == "sliding_attention" else positions // limit * limit
@@ -54,16 +60,29 @@ def masked_states(
             mask = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, torch.finfo(dtype).min)
         masks[kind] = mask
     # Models without layer types take one mask; others take one per type unless all layers have full attention.
-    mapped = getattr(config, "layer_types", None) and masks.keys() != {"full_attention"}
+    mapped = getattr(config, "layer_types", None) and masks.keys() not in ({"full_attention"}, {"linear_attention"})
+    # Models without any attention name this parameter differently.
+    options["cache_params" if masks.keys() == {"linear_attention"} else "past_key_values"] = cache
     return decoder(
         input_ids=ids,
         attention_mask=masks if mapped else next(iter(masks.values())),
         position_ids=positions,
-        past_key_values=cache,
         use_cache=False,
         return_dict=True,
         **options,
     )
+
+
+def is_recurrent(decoder: Any) -> bool:
+    """Return True if some layers have a recurrent state, so that no token can be removed from a cache."""
+    return bool(_layer_types(decoder.config) & _RECURRENT)
+
+
+def use_soft_caps(model: Any) -> None:
+    """Select "eager" attention if the config soft-caps attention scores, which "sdpa" silently ignores."""
+    config = model.config.get_text_config()
+    if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")
 
 
 @contextlib.contextmanager
@@ -104,13 +123,18 @@ def _shared_keys_attention(
     return seen.transpose(1, 2).contiguous(), None
 
 
-def unsupported_attention(decoder: Any) -> str:
-    """Return the reason why `masked_states` does not support a decoder with this config, or "" if it does."""
+def unsupported_attention(decoder: Any, *, recurrent: bool = False) -> str:
+    """Return the reason why `masked_states` does not support a decoder with this config, or "" if it does.
+
+    Args:
+        decoder: The decoder.
+        recurrent: Whether rows are computed as in a cache, which permits recurrent layers.
+    """
     config = decoder.config
     implementation = getattr(config, "_attn_implementation", None)
     if implementation not in ("sdpa", "eager", _SHARED_KEYS):
         return f"its attention implementation {implementation!r} takes no masks; load the model with 'sdpa'"
-    if unknown := _layer_types(config) - _RESTRICTED_BY.keys():
+    if unknown := _layer_types(config) - _RESTRICTED_BY.keys() - (_RECURRENT if recurrent else set()):
         return f"it has layers of type {', '.join(map(repr, sorted(unknown)))}"
     if getattr(config, "attn_temperature_tuning", None):
         return "its attn_temperature_tuning scales queries by their column in the batch"
@@ -135,8 +159,8 @@ def agree(expected: Tensor, got: Tensor) -> bool:
 
 
 def _layer_types(config: Any) -> set[str]:
-    if types := getattr(config, "layer_types", None):
-        return set(types)
+    if types := set(getattr(config, "layer_types", None) or ()):
+        return types - {"hybrid"} | ({"full_attention", "linear_attention"} if "hybrid" in types else set())
     # A config may contain `sliding_window` although its model class does not support one.
     declared = "sliding_window" in inspect.signature(type(config)).parameters
     return {"sliding_attention" if declared and config.sliding_window else "full_attention"}

@@ -37,6 +37,8 @@ _MASKED_ATTENTION_COST = 4.0
 
 # Maximum number of logits computed at once, which take 512 MB. Larger micro-batches are processed in chunks.
 _MAX_LOGITS = 2**27
+# Config settings by which models scale their logits.
+_SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
 # Number of parameters above which the activations of a micro-batch, not its fixed costs, limit its size on a CPU.
 _LARGE = 2**25
 
@@ -145,26 +147,31 @@ class LanguageModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the float32 logits of N hidden states over a vocabulary of V tokens: (N, d) -> (N, V).
 
-        Raises:
-            PolicyError: If the model scales or soft-caps its logits.
-        """
-        self.check_head()
-        return cast(Tensor, self.model.get_output_embeddings()(hidden)).float()
+        The product with the output matrix is multiplied by a constant and soft-capped if the model does so.
 
-    def check_head(self) -> None:
-        """Raise PolicyError unless the logits are the product of the last hidden states and the output matrix."""
-        if not self._has_plain_head:
+        Raises:
+            PolicyError: If the model changes its logits in another way.
+        """
+        scale, cap = self.check_head()
+        logits = cast(Tensor, self.model.get_output_embeddings()(hidden)).float()
+        logits = logits if scale == 1 else logits * scale
+        return torch.tanh(logits / cap) * cap if cap else logits
+
+    def check_head(self) -> tuple[float, float]:
+        """Return the scale and the soft cap (0 if there is none) of the logits; raise PolicyError if there is more."""
+        if self._head is None:
             raise PolicyError(
                 f"the logits of {type(self.model).__name__} must be the product of its hidden states and output "
-                "matrix, without scaling or soft caps"
+                f"matrix, only scaled ({', '.join(_SCALES)}) or soft-capped (final_logit_softcapping) by its config"
             )
+        return self._head
 
     @cached_property
-    def _has_plain_head(self) -> bool:
-        """True if, in a trial, the output matrix receives the last hidden states and its output is returned unchanged.
+    def _head(self) -> tuple[float, float] | None:
+        """Scale and soft cap of the logits, or None if a trial with them does not give the logits of the model.
 
-        A hook replaces its output with large numbers, because a cap would not change the small logits of an untrained
-        model.
+        A hook replaces the output of the output matrix with large and small numbers, because a cap would not change the
+        small logits of an untrained model.
         """
         ids = torch.arange(4, device=self.device)[None] % self.vocab_size
         thread = threading.get_ident()
@@ -173,9 +180,10 @@ class LanguageModel:
         def replace_logits(_: Any, args: Any, logits: Tensor) -> Tensor | None:
             if threading.get_ident() != thread:  # an engine may be sampling from this model
                 return None
-            large = torch.linspace(-1e4, 1e4, logits.numel(), device=logits.device).view_as(logits).to(logits.dtype)
+            large = torch.linspace(-22, 22, logits.numel(), device=logits.device) ** 3
+            large = large.view_as(logits).to(logits.dtype)
             seen[:] = args[0], large
-            return large
+            return large.clone()  # the model may change it in place
 
         hook = self.model.get_output_embeddings().register_forward_hook(replace_logits)
         try:
@@ -184,9 +192,20 @@ class LanguageModel:
                 logits = type(self.model).forward(self.model, input_ids=ids, use_cache=False).logits
         finally:
             hook.remove()
-        if not seen or not torch.equal(logits.float(), seen[1].float()):
-            return False
-        return agree(self.hidden(ids).nan_to_num(), seen[0].nan_to_num())  # NaN if the weights have diverged
+        # NaN if the weights have diverged
+        if not seen or not agree(self.hidden(ids).nan_to_num(), seen[0].nan_to_num()):
+            return None
+        config, products = self.model.config.get_text_config(), seen[1].float()
+        cap = float(getattr(config, "final_logit_softcapping", None) or 0)
+        # Some models multiply by a setting and some divide by it. The ratio is rounded in bfloat16.
+        settings = [1.0, *(float(getattr(config, name, None) or 1) for name in _SCALES)]
+        ratio = 1.0 if cap else float(logits.flatten()[-1] / products.flatten()[-1])
+        scale = min((power for x in settings for power in (x, 1 / x)), key=lambda x: abs(x / ratio - 1))
+        expected = torch.tanh(products / cap) * cap if cap else products * scale
+        # Compare each element, because another change, such as an added bias, is small relative to the largest ones.
+        exact = logits.dtype == torch.float32
+        same = torch.allclose(logits.float(), expected, rtol=1e-5 if exact else 0.02, atol=1e-6)
+        return (scale, cap) if same else None
 
     def forward(
         self,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from agentfly_kit._display import Displayable, show_progress
 from agentfly_kit.chat.chat import Chat, History
 from agentfly_kit.errors import PolicyError, SettingsError, list_neighbours
+from agentfly_kit.policy.attention import use_soft_caps
 from agentfly_kit.policy.cpu import warn_if_bfloat16_is_slow
 from agentfly_kit.policy.forward import LanguageModel, ScoreName
 from agentfly_kit.policy.gguf import check_gguf, gguf_file, load_gguf, models_folder
@@ -67,6 +68,7 @@ class Policy(Displayable, LanguageModel):
             _check_adapter(model)
         if next(iter(model.parameters())).dtype == torch.bfloat16:
             warn_if_bfloat16_is_slow(self.device)
+        use_soft_caps(model)
         self.model.eval()  # with dropout, the trained distribution would differ from the one that is sampled
         if value_head is True:
             self.value_head = ValueHead(self.width).to(self.device)
@@ -435,6 +437,7 @@ def _check_value_head(value_head: Any) -> None:
 
 
 def _make_critic(model: Any) -> Critic:
+    use_soft_caps(model)
     trunk = copy.deepcopy(model.get_decoder()).requires_grad_(True).eval()
     return Critic(trunk, int(model.get_output_embeddings().weight.shape[1]))
 

@@ -36,7 +36,7 @@ def adamw(
     Raises:
         SettingsError: If `lr` is not a positive finite number, or if the policy has float16 weights, for which Adam's
             epsilon is rounded to 0 and updates are hundreds of times too large.
-        PolicyError: If the model scales or soft-caps its logits, which `ppo_step` does not support.
+        PolicyError: If the logits cannot be computed from hidden states; see `Policy.logits`.
 
     Source:  The default betas and the factor ten were chosen by measurements on the calculator task.
     """

@@ -8,7 +8,7 @@ from typing import Any
 import agents
 import errors
 import pytest
-from chat_templates import NAMES, named
+from chat_templates import NAMES, named, tokenizer
 
 import agentfly_kit as af
 from agentfly_kit.types import Message
@@ -105,6 +105,38 @@ def prompt(name: str, messages: list[Message], *, history: Any = "exact") -> tup
 def test_the_table_has_every_template() -> None:
     assert {family(name) for name in NAMES} == set(TABLE)
     assert len(NAMES) == 72
+
+
+@pytest.mark.parametrize(
+    ("format", "changes"),
+    [
+        ("deepseek_v3", {}),
+        (
+            "deepseek_v31",
+            {
+                "tool['type'] + '<｜tool▁sep｜>' + tool['function']['name'] + '\\n' + '```json' + '\\n' + ": (
+                    "tool['function']['name'] + '<｜tool▁sep｜>' + "
+                ),
+                " + '\\n' + '```' + ": " + ",
+            },
+        ),
+    ],
+)
+def test_deepseek_formats(format: str, changes: dict[str, str]) -> None:
+    """The templates of V3 and V3.1 write calls as here, and do not open thinking in the prompt."""
+    text = str(named("deepseekv3").chat_template)
+    for before, after in {"<think>\\n": "", **changes}.items():
+        assert before in text
+        text = text.replace(before, after)
+    mine = af.Chat(tokenizer(text))
+    assert mine.format.name == format
+    function = {"name": "get_weather", "arguments": {"city": "```\n<｜tool▁call▁end｜>"}}
+    call = {"id": "call-0", "type": "function", "function": function}
+    message: Message = {"role": "assistant", "content": "Yes.", "tool_calls": [call, call]}
+    whole = mine.template.render([USER, message], generate=False)
+    parsed = mine.parse(mine.encode(whole[len(mine.template.render([USER], generate=True)) :]))
+    assert [(c.name, c.arguments, c.error) for c in parsed.calls] == [(*function.values(), None)] * 2
+    assert parsed.content == "Yes."
 
 
 @pytest.mark.parametrize("name", NAMES)

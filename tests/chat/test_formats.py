@@ -125,7 +125,8 @@ SOUP = [
     "<search>", "</search>", "<answer>", "</answer>", "<action>", "</action>", "<|python_tag|>", '"arguments":',
     "<function=a>", "</function>", "<parameter=x>", "</parameter>", "<arg_key>", "</arg_key>", "<arg_value>",
     "</arg_value>", "<|tool_call>call:", '<|"|>', "<tool_call|>", "a(", "<|tool_call_start|>", "<|tool_call_end|>",
-    "to=functions.a", "<|channel|>", "<|message|>", "<|call|>", "x='",
+    "to=functions.a", "<|channel|>", "<|message|>", "<|call|>", "x='", "<｜tool▁call▁begin｜>",
+    "function<｜tool▁sep｜>a", "a<｜tool▁sep｜>", "<｜tool▁call▁end｜>",
 ]  # fmt: skip
 SCHEMAS = [{"function": {"name": "a", "parameters": {"properties": {"x": {"type": "string"}}}}}]
 ALL = af.chat.formats.NAMES
@@ -189,6 +190,7 @@ REPEATED = [
     "<|tool_call_start|>[a()]<|tool_call_end|>", "\\'", '"', "x=", "x=[", "' ", "to=functions.a", "<|message|>",
     "<|start|>assistant to=functions.a<|channel|>commentary json<|message|>{}<|call|>", "<|channel|>", "a", "<|",
     "<tool_call><function=a><parameter=x></tool_call>", '<tool_call>["</tool_call>', '<tool_call>"', "``` ",
+    "<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>a<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "<｜tool▁call▁begin｜>\n",
 ]  # fmt: skip
 AROUND = [
     ("", ""), ("<tool_call>a<arg_key>x</arg_key><arg_value>", "</tool_call>"), ("to=functions.a<|message|>", ""),
@@ -236,7 +238,7 @@ def back(fmt: af.chat.formats.Format, call: af.ToolCall, tools: list[dict[str, A
     assert (parsed.content, parsed.unclosed) == ("", False)
 
 
-@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "react", "gpt_oss"])
+@pytest.mark.parametrize("name", ["hermes", "llama3", "mistral", "react", "gpt_oss", "deepseek_v3", "deepseek_v31"])
 @settings(max_examples=60, deadline=None)
 @given(names, st.dictionaries(st.text() | tag_soup, json_values | tag_soup, max_size=4))
 def test_json_formats_parse_rendered_calls(name: str, tool: str, arguments: dict[str, Any]) -> None:
@@ -278,7 +280,8 @@ def test_a_truncated_call_is_no_call(name: str) -> None:
     fmt = af.chat.formats.get(name)
     tool, key = CALLED.get(name, ("a", "x"))
     text = fmt.render_call(af.ToolCall("call-0", tool, {key: "rm -r }] here"}))
-    text = text.removesuffix("<|call|>")  # a stop token, which is not part of the parsed text
+    # Without the last call's ending, which is not part of the parsed text or may be missing.
+    text = text.removesuffix("<|call|>").removesuffix("<｜tool▁calls▁end｜>")
     before = "" if name in ("llama3", "code", "react", "gpt_oss") else "I say. "
     for cut in range(len(text)):
         parsed = fmt.parse(before + text[:cut])
@@ -432,6 +435,8 @@ def test_markup_formats_parse_rendered_calls(tool: str, arguments: dict[str, Any
         ("lfm2", "<|tool_call_start|>[a() b()]<|tool_call_end|>", "has no comma between two calls"),
         ("lfm2", "<|tool_call_start|>[a(x=1e999)]<|tool_call_end|>", "too large for a float"),
         ("lfm2", "<|tool_call_start|>[a()] b<|tool_call_end|>", "has no name(...)"),
+        ("deepseek_v3", "<｜tool▁call▁begin｜>a<｜tool▁sep｜>{}<｜tool▁call▁end｜>", "no name and separator"),
+        ("deepseek_v31", "<｜tool▁call▁begin｜>a<｜tool▁sep｜>{} b<｜tool▁call▁end｜>", "after the JSON object: 'b'"),
         ("gpt_oss", "to=functions.a<|message|>{} and<|call|>", "text after the JSON object: 'and'"),
         ("gpt_oss", "to=functions.a<|message|>[]", '"arguments" is a list, not an object'),
         ("gpt_oss", "to=functions.a<|message|>{x}", "is not valid JSON"),
@@ -467,6 +472,7 @@ def test_errors_of_malformed_calls(name: str, text: str, words: str) -> None:
         ("llama3", '{"name": "a", "parameters": {"x"'),
         ("mistral", '[TOOL_CALLS]a[ARGS]{"x"'),
         ("mistral", "[TOOL_CALLS]a[AR"),
+        ("deepseek_v3", "<｜tool▁calls▁begin｜>"),
         ("react", "Action: a"),
         ("react", 'Action: a\nAction Input: {"x"'),
         ("code", "```python\nprint(1)"),

@@ -47,7 +47,59 @@ WINDOWED: dict[str, dict[str, Any]] = {
         "attn_temperature_tuning": False,
     },
 }  # fmt: skip
+RECURRENT = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 8, "mamba_n_groups": 2}
+EXPERTS = {
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+}  # fmt: skip
+LATENT = EXPERTS | {
+    "kv_lora_rank": 16, "q_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12, "head_dim": 8,
+    "num_key_value_heads": 4, "first_k_dense_replace": 1,
+}  # fmt: skip
 GPT_NEO = {"num_heads": 4, "attention_types": [[["global", "local", "global"], 1]], "window_size": 16}
+# Further families in docs/models.md that need more config options than the defaults of `model`.
+FAMILIES: dict[str, dict[str, Any]] = WINDOWED | {
+    "gemma2": {
+        "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0, "head_dim": 12,
+        "sliding_window": 16,
+    },
+    "gemma4_text": {"final_logit_softcapping": 3.0, "head_dim": 12, "sliding_window": 16},
+    "granite": {
+        "logits_scaling": 6.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.2,
+    },
+    "granitemoe": {"logits_scaling": 6.0, "num_local_experts": 4},
+    "cohere": {"logit_scale": 0.3, "use_qk_norm": True},
+    "cohere2": {"logit_scale": 0.3, "sliding_window": 16},
+    "hyperclovax": {"logits_scaling": 3.0},
+    "qwen3_moe": EXPERTS, "glm4_moe": EXPERTS,
+    "deepseek_v2": LATENT, "deepseek_v3": LATENT, "glm4_moe_lite": LATENT, "youtu": LATENT, "minicpm3": LATENT,
+    "deepseek_v32": LATENT, "kimi_linear": LATENT | RECURRENT,
+    "qwen3_5_text": RECURRENT, "qwen3_next": RECURRENT | EXPERTS, "olmo_hybrid": RECURRENT,
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
+    "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
+    "mamba2": {"num_heads": 8, "head_dim": 12, "n_groups": 2, "state_size": 8},
+    "bamba": MAMBA | {"attn_layer_indices": [1]},
+    "falcon_h1": MAMBA | {"mamba_d_ssm": 96, "lm_head_multiplier": 0.5},
+    "zamba2": {
+        "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "mamba_headdim": 12, "n_mamba_heads": 8,
+        "mamba_d_state": 8, "mamba_ngroups": 1, "num_key_value_heads": 4, "attention_head_dim": 24,
+    },
+    "granitemoehybrid": MAMBA | {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_local_experts": 0,
+        "shared_intermediate_size": 48, "logits_scaling": 3.0,
+    },
+    "nemotron_h": EXPERTS | {
+        "mamba_num_heads": 8, "mamba_head_dim": 12, "ssm_state_size": 8, "n_groups": 2, "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"], "head_dim": 12,
+        "moe_shared_expert_intermediate_size": 16,
+    },
+    "jamba": {"num_experts": 2, "mamba_d_state": 8, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "rwkv": {"attention_hidden_size": 48}, "gpt_neo": GPT_NEO, "bloom": {"n_layer": 2, "n_head": 4},
+}  # fmt: skip
 
 
 def windowed(family: str, window: int, attention: str) -> Any:

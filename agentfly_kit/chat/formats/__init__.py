@@ -7,13 +7,13 @@ from typing import Any
 
 from agentfly_kit.chat.formats.base import Format, Parsed
 from agentfly_kit.chat.formats.markup import GLM4, LFM2, Gemma4, QwenXML
-from agentfly_kit.chat.formats.native import GptOss, Hermes, Llama3, Mistral
+from agentfly_kit.chat.formats.native import DeepSeek, GptOss, Hermes, Llama3, Mistral
 from agentfly_kit.chat.formats.plain import FencedCode, ReAct, Tags
 from agentfly_kit.errors import SettingsError
 
 __all__ = [
-    "GLM4", "LFM2", "FencedCode", "Format", "Gemma4", "GptOss", "Hermes", "Llama3", "Mistral", "Parsed", "QwenXML",
-    "ReAct", "Tags", "detect_format", "get",
+    "GLM4", "LFM2", "DeepSeek", "FencedCode", "Format", "Gemma4", "GptOss", "Hermes", "Llama3", "Mistral", "Parsed",
+    "QwenXML", "ReAct", "Tags", "detect_format", "get",
 ]  # fmt: skip
 
 _FORMATS: dict[str, Format] = {
@@ -21,6 +21,8 @@ _FORMATS: dict[str, Format] = {
     for format in (
         Tags("action", "action", "act", "action", "observation"),
         FencedCode(),
+        DeepSeek("deepseek_v3", fenced=True),
+        DeepSeek("deepseek_v31", fenced=False),
         Gemma4(),
         GLM4(),
         GptOss(),

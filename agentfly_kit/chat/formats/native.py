@@ -1,4 +1,4 @@
-"""Formats of models that write tool calls as JSON: Hermes, Llama 3, Mistral and gpt-oss."""
+"""Formats of models that write tool calls as JSON: Hermes, Llama 3, Mistral, DeepSeek and gpt-oss."""
 
 from __future__ import annotations
 
@@ -38,6 +38,11 @@ _MISTRAL_NAME = re.compile(r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+([A-Za-z0-
 # Matches a prefix of `name[ARGS]`, which is what remains of a call that was truncated before its arguments.
 _MISTRAL_NAME_PREFIX = re.compile(r"[^\s\[\]{}\"]++(?:\[[A-Z_]*+\]?)?")
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
+_DEEPSEEK = re.compile("<｜tool▁calls▁begin｜>(?:\\s*+<｜tool▁call▁begin｜>)?|<｜tool▁call▁begin｜>")
+_DEEPSEEK_NAME = re.compile(r"\s*+([^\s<]++)\s*+<｜tool▁sep｜>")
+_DEEPSEEK_FENCED_NAME = re.compile(r"\s*+function<｜tool▁sep｜>\s*+([^\s<]++)\s*+```(?:json)?+")
+_DEEPSEEK_CLOSE = "<｜tool▁call▁end｜>"
+_DEEPSEEK_END = re.compile("\\s*+<｜tool▁calls▁end｜>")
 _GPT_OSS_END = re.compile(r"<\|(?:start|end|call|return)\|>")
 _GPT_OSS_TO = re.compile(r"(?<![^\s>])to=(?:functions\.)?([^\s<]++)")
 _GPT_OSS_SHAPE = " to=functions.name<|channel|>commentary json<|message|>{...}"
@@ -203,6 +208,57 @@ class Mistral(TaggedFormat):
         if _MISTRAL_ID.fullmatch(call.id):
             body["id"] = call.id
         return f"[TOOL_CALLS][{compact_json(body)}]"
+
+
+@dataclass(frozen=True)
+class DeepSeek(TaggedFormat):
+    """Format of DeepSeek: `<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>name<｜tool▁sep｜>{...}<｜tool▁call▁end｜>...`.
+
+    Args:
+        name: Name of the format.
+        fenced: True for V3 and R1, which write `function` before the separator, and the name and a fenced block of JSON
+            after it. False for V3.1 and later models.
+    """
+
+    name: str
+    fenced: bool
+
+    native = True
+    opening = _DEEPSEEK
+
+    def __post_init__(self) -> None:
+        object.__setattr__(
+            self, "unclosed_error", f"the tool call was not closed: write {self._write('name', '{...}')}"
+        )
+
+    def read_calls(self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Schemas) -> ReadCalls:
+        named = (_DEEPSEEK_FENCED_NAME if self.fenced else _DEEPSEEK_NAME).match(text, opened.end())
+        start = named.end() if named else opened.end()
+        body, end, problem = read_json(text, start) if named else (None, start, "has no name and separator")
+        # Search after the JSON value, so that a closing tag inside a string argument is ignored.
+        close = text.find(_DEEPSEEK_CLOSE, end)
+        if close < 0:
+            return None
+        rest = text[end:close].strip()
+        if not problem and rest != "```" * self.fenced:
+            problem = f"has text after the JSON object: {short_repr(rest)}"
+        name = named.group(1) if named else ""
+        name, arguments, wrong = check_call({"name": name, "arguments": body})
+        shape, raw = self._write("name", "{...}"), text[opened.end() : close].strip()
+        call = make_call(f"call-{len(made)}", name, arguments, problem or wrong, shape, raw)
+        last = _DEEPSEEK_END.match(text, close + len(_DEEPSEEK_CLOSE))
+        return [call], last.end() if last else close + len(_DEEPSEEK_CLOSE)
+
+    def render_call(self, call: ToolCall) -> str:
+        return self._write(call.name, compact_json(call.arguments))
+
+    def _write(self, name: str, arguments: str) -> str:
+        inner = (
+            f"function<｜tool▁sep｜>{name}\n```json\n{arguments}\n```"
+            if self.fenced
+            else f"{name}<｜tool▁sep｜>{arguments}"
+        )
+        return f"<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>{inner}{_DEEPSEEK_CLOSE}<｜tool▁calls▁end｜>"
 
 
 @dataclass(frozen=True)

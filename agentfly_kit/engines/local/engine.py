@@ -41,7 +41,7 @@ class LocalEngine(Engine):
 
     Args:
         policy: The policy. The engine tests that its model gives the same hidden states with and without a KV cache.
-            Sliding-window attention is supported.
+            docs/models.md lists the families of models.
         slots: Maximum number of sequences in the KV cache, including those of chains between two turns; rounded up to a
             multiple of 8. If all slots are taken, a new sequence replaces the least recently used idle one. The history
             of the replaced sequence is recomputed at its next turn.
@@ -50,7 +50,7 @@ class LocalEngine(Engine):
 
     Raises:
         EngineError, SettingsError: If an argument is invalid, or the model cannot be run with a KV cache.
-        PolicyError: If the model scales or soft-caps its logits.
+        PolicyError: If the logits cannot be computed from hidden states; see `Policy.logits`.
     """
 
     def __init__(self, policy: Policy, *, slots: int = 256, alternatives: int = 0) -> None:
@@ -89,6 +89,10 @@ class LocalEngine(Engine):
             return "the policy is not in float32 on a CPU"
         if any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts")):
             return "the rows of an expert depend on the other rows"
+        if self._batch.is_recurrent:
+            return "recurrent states are rounded differently in other batches"
+        if getattr(config, "kv_lora_rank", None):
+            return "attention whose keys and values differ in size was not tested for batch invariance"
         if self._batch.table.num_replaced:
             return "histories were computed again, because more chains were alive than slots"
         with single_torch_thread(self.policy):

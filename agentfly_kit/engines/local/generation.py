@@ -16,6 +16,7 @@ from agentfly_kit.engines.local.kv_cache import aligned, padded
 from agentfly_kit.engines.local.sampling import sample_tokens
 from agentfly_kit.engines.local.slots import ROW_MULTIPLE, Request, SlotTable
 from agentfly_kit.errors import EngineError
+from agentfly_kit.policy.attention import is_recurrent
 from agentfly_kit.policy.policy import Policy
 
 # Maximum numbers of tokens per prefill and per forward pass of a prefill, including padding. On a CPU, intermediate
@@ -44,6 +45,7 @@ class ContinuousBatch:
         self._limit = slots
         self._weights = _WeightMonitor(policy)
         self._model: Any = None
+        self.is_recurrent = False
         self._cached_forward: CachedForward
         self.table = self._empty_table()
         with policy.lock:
@@ -158,6 +160,8 @@ class ContinuousBatch:
 
         `first` contains the first chosen request, its slot, and the number of tokens already in that slot.
         """
+        if self.is_recurrent:  # a prefix of a history cannot be copied
+            return False
         leader, _, held = first
         ids, other = request.ids[: len(leader.ids)], leader.ids[: len(request.ids)]
         same = ids == other
@@ -178,6 +182,8 @@ class ContinuousBatch:
         while left:
             longest = max(len(r.ids) - start for r, _, start in left)
             width = next((w for w in _CHUNK_WIDTHS if w >= longest), _CHUNK_WIDTHS[-1])
+            if self.is_recurrent:  # padding would change the states
+                width = min(width, *(len(r.ids) - start for r, _, start in left))
             tokens = np.zeros((len(left), width), dtype=np.int64)
             starts = np.array([start for _, _, start in left])
             counts = np.array([min(width, len(r.ids) - start) for r, _, start in left])
@@ -214,7 +220,8 @@ class ContinuousBatch:
         """Sample one token for each running row."""
         table, cache = self.table, self.table.cache
         count = table.active
-        rows = -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
+        # Padding rows would change the recurrent states of other slots.
+        rows = count if self.is_recurrent else -(-count // ROW_MULTIPLE) * ROW_MULTIPLE
         requests = [table.running(row) for row in range(count)]
         tokens = np.zeros(rows, dtype=np.int64)
         tokens[:count] = [request.sampled[-1] for request in requests]
@@ -245,7 +252,7 @@ class ContinuousBatch:
             self.policy.model.eval()
         if self._model is not self.policy.model:
             self._cached_forward = cached_forward(self.policy)
-            self._model = self.policy.model
+            self._model, self.is_recurrent = self.policy.model, is_recurrent(self.policy.decoder)
 
     def _sample_next(self, requests: Sequence[Request], logits: Tensor, version: int) -> dict[int, str]:
         """Sample one token for each request. Return a dict from the index of each ended request to its stop reason."""

@@ -2,6 +2,7 @@
 
 A batch that consists of the leading slots needs no copies, so the engine moves running sequences there with `swap`.
 Attention layers of transformers call `update`, which returns all keys and values; `prepare` returns the causal mask.
+Convolutions and linear attention replace the states of a slot instead, which cannot be reset to an earlier token.
 
 Decoding is batch-invariant in float32 on a CPU: the results for a row are bitwise identical for any batch composition.
 A matrix product computes each row independently, attention processes one row at a time, and the keys after a row's end
@@ -20,6 +21,7 @@ have a weight of exactly zero. Measurements revealed these exceptions:
 from __future__ import annotations
 
 import functools
+from collections import defaultdict
 from collections.abc import Callable
 
 import numpy as np
@@ -120,6 +122,16 @@ def _decode_attention_is_invariant(queries: Tensor, cached: Tensor, keys: int) -
     )
 
 
+class _LayerStates:
+    """States of one layer with a convolution or linear attention, for the selected rows. Layers may modify them."""
+
+    record_past = False
+
+    def __init__(self) -> None:
+        self.conv_states: dict[int, Tensor] = {}
+        self.recurrent_states: dict[int, Tensor] = {}
+
+
 class KVCache:
     """Keys and values of many sequences. Slot i contains those of the tokens `ids[i, :length[i]]`.
 
@@ -134,8 +146,12 @@ class KVCache:
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
         # Number of leading tokens of each slot that were prefilled. Decoding rounds keys differently.
         self.prefilled: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
-        # Keys and values of each layer, (2, count, heads, capacity, head size), allocated in its first `update`.
-        self._layers: list[Tensor] = []
+        # Keys (0) and values (1) by layer, (count, heads, capacity, head size), allocated in its first `update`.
+        self._held: dict[tuple[int, int], Tensor] = {}
+        # Recurrent states by layer, attribute of `_LayerStates` and index, (count, ...).
+        self._states: dict[tuple[int, str, int], Tensor] = {}
+        # Recurrent states of the selected rows.
+        self.layers: defaultdict[int, _LayerStates] = defaultdict(_LayerStates)
         self._rows: Tensor | slice = slice(0, 0)
         self._positions: Tensor = torch.zeros(0)
         self._visible = 0
@@ -159,7 +175,7 @@ class KVCache:
         """
         self._visible = min(self.capacity, (round_up or self._round_up)(int(positions.max()) + 1))
         if self._visible > self._initialized:
-            for held in self._layers:
+            for held in self._held.values():
                 # Uninitialized memory may contain NaN, which masking does not remove.
                 held[..., self._initialized : self._visible, :] = 0
             self._initialized = self._visible
@@ -170,6 +186,11 @@ class KVCache:
         else:
             self._rows = rows
         self._positions, self._write_index = positions, {}
+        self.layers.clear()
+        for (layer, kind, index), held in self._states.items():
+            states = held[self._rows]
+            begins = (positions[:, 0] == 0).view(-1, *[1] * (states.dim() - 1))
+            getattr(self.layers[layer], kind)[index] = states.masked_fill(begins, 0)
         span = torch.arange(self._visible, device=positions.device)
         return span[None, None, None, :] <= positions[:, None, :, None]
 
@@ -178,16 +199,10 @@ class KVCache:
     ) -> tuple[Tensor, Tensor]:
         """Write new keys and values of a layer, and return those of all visible tokens. Called by attention layers.
 
-        Shapes:  key_states, value_states (R rows, heads, C tokens, head size) -> (R, heads, S tokens, head size).
+        Shapes:  key_states, value_states (R rows, heads, C tokens, head size) -> (R, heads, S tokens, head size). With
+                 multi-head latent attention, the head size of values differs from that of keys.
         """
-        heads, size = key_states.shape[1], key_states.shape[3]
-        if value_states.shape != key_states.shape:  # multi-head latent attention
-            raise ValueError(
-                f"the KV cache needs keys and values of one size, got {size} and {value_states.shape[3]}"
-            )
-        while len(self._layers) <= layer_idx:
-            self._layers.append(key_states.new_empty(2, self.count, heads, self.capacity, size))
-            self._layers[-1][..., : self._initialized, :] = 0
+        heads = key_states.shape[1]
         if heads not in self._write_index:
             at = self._positions
             rows = self._rows
@@ -196,7 +211,12 @@ class KVCache:
             vectors = rows[:, None] * heads + torch.arange(heads, device=at.device)
             self._write_index[heads] = (vectors[:, :, None] * self.capacity + at[:, None]).view(-1)
         found = []
-        for held, states in zip(self._layers[layer_idx], (key_states, value_states), strict=True):
+        for part, states in enumerate((key_states, value_states)):
+            size = states.shape[3]
+            if (layer_idx, part) not in self._held:
+                self._held[layer_idx, part] = states.new_empty(self.count, heads, self.capacity, size)
+                self._held[layer_idx, part][..., : self._initialized, :] = 0
+            held = self._held[layer_idx, part]
             held.view(-1, size).index_copy_(0, self._write_index[heads], states.reshape(-1, size))
             visible = held[:, :, : self._visible]
             # index_select copies whole rows. Indexing with a tensor copies each element and takes 2.4 times as long.
@@ -208,6 +228,46 @@ class KVCache:
     def get_seq_length(self, *_: object) -> int:
         """Return 0. Models do not use the length, because the engine passes all positions explicitly."""
         return 0
+
+    # --- recurrent states ---
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True if slots contain recurrent states, which belong to all tokens of a slot and to no shorter prefix."""
+        return bool(self._states)
+
+    def has_previous_state(self, *_: object, **__: object) -> bool:
+        """Return False before the first forward pass. The states of later new rows are zeros."""
+        return self.is_recurrent
+
+    def update_conv_state(
+        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **_: object
+    ) -> Tensor:
+        """Append the inputs of a convolution to the last ones, and return them all. Called by layers.
+
+        Shapes:  conv_states (R rows, d, C tokens) -> (R, d, conv_kernel_size + C).
+        """
+        held = self.layers[layer_idx].conv_states
+        before = held.get(state_idx, conv_states.new_zeros(*conv_states.shape[:2], conv_kernel_size))
+        inputs = torch.cat([before, conv_states], -1)
+        held[state_idx] = inputs[..., -conv_kernel_size:]
+        return inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+    ) -> Tensor:
+        """Replace the state of linear attention in each of R rows, (R, ...), and return it. Called by layers."""
+        self.layers[layer_idx].recurrent_states[state_idx] = recurrent_states
+        return recurrent_states
+
+    def store_states(self) -> None:
+        """Store the recurrent states of the selected rows after a forward pass."""
+        for layer, states in self.layers.items():
+            for kind, parts in vars(states).items():
+                for index, new in parts.items():
+                    if (layer, kind, index) not in self._states:
+                        self._states[layer, kind, index] = new.new_zeros(self.count, *new.shape[1:])
+                    self._states[layer, kind, index][self._rows] = new
 
     # --- copying and resizing ---
 
@@ -226,8 +286,10 @@ class KVCache:
 
     def copy(self, source: int, target: int, length: int) -> None:
         """Copy the first `length` tokens of slot `source` to slot `target`."""
-        for held in self._layers:
-            held[:, target, :, :length] = held[:, source, :, :length]
+        for held in self._held.values():
+            held[target, :, :length] = held[source, :, :length]
+        for states in self._states.values():
+            states[target] = states[source]
         self.ids[target, :length] = self.ids[source, :length]
         self.length[target] = length
         self.prefilled[target] = min(length, self.prefilled[source])
@@ -235,10 +297,12 @@ class KVCache:
     def swap(self, a: int, b: int) -> None:
         """Exchange the contents of two slots."""
         n = min(int(max(self.length[a], self.length[b])) + 1, self.capacity)
-        for held in self._layers:
-            before = held[:, a, :, :n].clone()
-            held[:, a, :, :n] = held[:, b, :, :n]
-            held[:, b, :, :n] = before
+        for held in self._held.values():
+            before = held[a, :, :n].clone()
+            held[a, :, :n] = held[b, :, :n]
+            held[b, :, :n] = before
+        for states in self._states.values():
+            states[[a, b]] = states[[b, a]]
         self.ids[[a, b], :n] = self.ids[[b, a], :n]
         for counts in (self.length, self.prefilled):
             counts[[a, b]] = counts[[b, a]]
@@ -253,9 +317,11 @@ class KVCache:
         self.ids, self.length = np.pad(self.ids, more), np.pad(self.length, more[0])
         self.prefilled = np.pad(self.prefilled, more[0])
         used = slice(0, self._initialized)
-        for at, old in enumerate(self._layers):
-            new = old.new_empty(2, count, old.shape[2], capacity, old.shape[4])
-            new[:, : self.count, :, used] = old[:, :, :, used]
-            new[:, self.count :, :, used] = 0
-            self._layers[at] = new
+        for part, old in self._held.items():
+            new = old.new_empty(count, old.shape[1], capacity, old.shape[3])
+            new[: self.count, :, used] = old[:, :, used]
+            new[self.count :, :, used] = 0
+            self._held[part] = new
+        for key, states in self._states.items():
+            self._states[key] = torch.cat([states, states.new_zeros(count - self.count, *states.shape[1:])])
         self.count, self.capacity = count, capacity

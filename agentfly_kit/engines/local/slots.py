@@ -148,6 +148,8 @@ class SlotTable:
             if own is None:  # compute decoded keys again, because other chains affect which of them are still cached
                 common = min(common, int(self.cache.prefilled[source]))
         common = min(common, len(request.ids) - 1)  # at least one token must be computed for its logits
+        if self.cache.is_recurrent and source is not None and common != self.cache.length[source]:
+            common = 0
         if own is None:
             own = self._claim(avoid=source if common else None)
             if own is None:
