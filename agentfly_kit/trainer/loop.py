@@ -51,7 +51,7 @@ from agentfly_kit.trainer.updates import Updater
 from agentfly_kit.types import Task
 
 if TYPE_CHECKING:
-    from agentfly_kit._evidence import Findings
+    from agentfly_kit.diagnosis.findings import Findings
 
 
 @checks_keywords
@@ -247,7 +247,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
 
     def diagnose(self) -> Findings:
         """Apply `af.diagnose` to the last step and all records, to find out why the policy does not learn."""
-        from agentfly_kit.diagnosis import diagnose
+        from agentfly_kit.diagnosis.diagnose import diagnose
 
         if self._latest is None:
             return self.run.diagnose()

@@ -29,7 +29,7 @@ from agentfly_kit.trainer.fingerprint import adds_iterations, differences, flat_
 from agentfly_kit.trainer.run_lock import LOCK_FILE, RunLock
 
 if TYPE_CHECKING:
-    from agentfly_kit._evidence import Findings
+    from agentfly_kit.diagnosis.findings import Findings
 
 KeepPolicies: TypeAlias = Literal["last", "best", "all"]
 
@@ -264,7 +264,7 @@ class Run(Displayable):
 
     def diagnose(self) -> Findings:
         """Apply `af.diagnose` to the records and the last saved rollout, to find out why the policy does not learn."""
-        from agentfly_kit.diagnosis import diagnose
+        from agentfly_kit.diagnosis.diagnose import diagnose
 
         last = self.rollout_path(f"step-{len(self.records):05d}")
         return diagnose(Rollout.load(last) if last.exists() else None, records=self.records)
