@@ -309,6 +309,8 @@ class Trajectory(Displayable):
         # Leave out what only repeats the reward.
         if self.reward is not None and shown.get("success") == (self.reward >= 1):
             del shown["success"]
+        if shown.get("reward") == self.reward:
+            del shown["reward"]
         if [*shown.values()] == [self.reward]:
             shown = {}
         parts = ", ".join(f"{k} {v:g}" for k, v in shown.items())

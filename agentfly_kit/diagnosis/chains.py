@@ -5,6 +5,7 @@ A check takes the evidence and returns the sentence, number and effect of a find
 
 from __future__ import annotations
 
+import math
 import re
 from collections import Counter
 from typing import Any
@@ -26,6 +27,8 @@ from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
 
 # Beginnings of tool calls in common formats. A text that contains one of them is unlikely to be an answer.
 _CALL = re.compile(r'(?m)<tool_call|<function|<\|tool|<\|python_tag|\[TOOL_CALLS\]|"arguments"\s*:|^Action:')
+# Mean entropy in nats per token below which chains of a group hardly differ. Policies that learn well start above it.
+_CERTAIN = 0.06
 # Minimum length of actions that are checked for repetition, and length of the n-grams that are counted, in tokens.
 _LONG_ACTION, _NGRAM = 24, 4
 
@@ -215,10 +218,23 @@ def collapsed_entropy(e: Evidence) -> Result:
 
     same = sum(len({sampled(t) for t in group}) == 1 for group in e.flat_groups)
     if same <= 0.3 * len(e.groups):
-        return None
+        return _certain(e)
     entropy = f"mean entropy {e.uncertainty:.2g} nats per token"
     text = f"In {same} of {len(e.groups)} groups all chains and rewards are the same ({entropy})."
     return text, same / len(e.groups), 0.1 + same / len(e.groups)
+
+
+def _certain(e: Evidence) -> Result:
+    """Return the finding if low entropy explains why most groups have equal rewards, many of them without success."""
+    equal, entropy = e.numbers.get("equal_groups", 0.0), e.numbers.get("entropy", math.nan)
+    failed = equal - e.numbers.get("success", 0.0)  # at least this share of the groups, if no chains are given
+    if e.groups:
+        equal = sum(len({t.reward for t in group}) == 1 for group in e.groups) / len(e.groups)
+        failed, entropy = len(e.flat_groups) / len(e.groups), e.uncertainty
+    if not (0.5 < equal < 1 and failed > 0.3 and entropy < _CERTAIN):  # otherwise the reward is constant
+        return None
+    text = f"In {equal:.0%} of the groups all rewards are equal, because the policy is certain of nearly every token"
+    return f"{text} (mean entropy {entropy:.2g} nats).", equal, 0.1 + equal
 
 
 def repetition(e: Evidence) -> Result:

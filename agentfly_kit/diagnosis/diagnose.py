@@ -101,7 +101,8 @@ _CHECKS: tuple[tuple[Callable[[Evidence], Result], bool, str, str], ...] = (
     (chains.ignored_results, False, _CHAIN,
      "Check that the prompt of the next action contains the result, or imitate chains that use it."),
     (chains.collapsed_entropy, False, _CHAINS,
-     "Sample at temperature 1. After a collapse, start from an earlier policy, with a smaller lr or an entropy_coef."),
+     "Sample at temperature 1. After imitation, imitate fewer or more varied demonstrations; after a collapse, start "
+     "from an earlier policy, with a smaller lr or an entropy_coef."),
     (chains.repetition, False, _CHAINS, "Start from an earlier policy with a smaller lr, or filter such chains."),
     (chains.length_reward, False, _CHAINS, "Reduce the weight of the length, or apply it only to chains that succeed."),
     (chains.lenient_reward, False, _CHAINS, "Compare whole answers in the reward, and test it with wrong ones."),
@@ -117,6 +118,9 @@ _CHECKS: tuple[tuple[Callable[[Evidence], Result], bool, str, str], ...] = (
      "Score the chain of an expert (await reward.try_(trajectory)). If it earns more, the tasks are too hard."),
     (chains.no_signal, True, _CHAINS,
      "Use larger groups, easier tasks, a reward with partial credit, or TrainConfig(refill=)."),
+    (updates.no_rise, True, "w.TrainView(run)",
+     "In this order: if most groups have equal rewards, use larger groups, other tasks or refill=; if approx_kl is "
+     "below 0.001, raise lr; if no chain of a task succeeds, imitate good chains first."),
     (chains.no_calls, True, _CHAIN, "Check that the prompt shows the tools, or imitate chains with calls first."),
     (chains.solved, True, _CHAINS, "Little is left to learn; use harder tasks."),
 )  # fmt: skip

@@ -100,9 +100,9 @@ class Evidence:
 
     @cached_property
     def components(self) -> dict[str, tuple[float, ...]]:
-        """Values of the metrics, except success, that all scored chains have; empty with fewer than 8 scored chains."""
+        """Values of the metrics, except success and reward, that all scored chains have; empty with fewer than 8."""
         names = set.intersection(*(set(t.metrics) for t in self.scored)) if len(self.scored) >= 8 else set()
-        return {name: tuple(t.metrics[name] for t in self.scored) for name in sorted(names - {"success"})}
+        return {name: tuple(t.metrics[name] for t in self.scored) for name in sorted(names - {"success", "reward"})}
 
     @cached_property
     def right(self) -> npt.NDArray[np.bool_]:

@@ -2,9 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 from agentfly_kit.diagnosis.evidence import OTHER_MODEL, Evidence, Result, centered, correlation
+
+# Distance from the previous policy, in nats per token, above which an update is compared with its consequences.
+_LARGE_UPDATE = 0.05
+# Difference of entropies, in nats per token, that is not reported as a rise.
+_NOISE = 0.05
+# Minimum number of steps in the first and in the last third of a run.
+_STEPS = 2
 
 
 def wrong_mask(e: Evidence) -> Result:
@@ -48,14 +60,67 @@ def policy_moved(e: Evidence) -> Result:
         kl = max(kl, float(np.nanmean(np.expm1(change) - change)))
     steps = [(kl, e.numbers), *((record.get("approx_kl", 0.0), record) for record in e.records)]
     worst, step = max(steps, key=lambda pair: pair[0])
+    if harm := _harmful_update(e.records):
+        step, effects = harm
+        text = (
+            f"An update moved the policy by {step['approx_kl']:.2g} nats per token{_lr(step)}; after it, {effects}."
+        )
+        return text, step["approx_kl"], 0.8
     if worst <= 0.3 and clipped <= 0.5:
         return None
     when = f" at most, by {kl:.2g} in the last step" if worst > kl else ""
-    lr = f" at lr {step['lr']:.2g}" if "lr" in step else ""
-    moved = f"{worst:.2g} nats per token{lr}{when}"
+    moved = f"{worst:.2g} nats per token{_lr(step)}{when}"
     text = f"An update moved the policy by {moved}; {clipped:.0%} of the ratios were clipped."
     # Even healthy updates reach estimates of 0.7 nats, because a few tokens dominate the mean.
     return text, worst, max(worst / 2, clipped)
+
+
+def _lr(record: Mapping[str, float]) -> str:
+    return f" at lr {record['lr']:.2g}" if "lr" in record else ""
+
+
+def _harmful_update(records: Sequence[Mapping[str, float]]) -> tuple[Mapping[str, float], str] | None:
+    """Return the record of the last large update that did harm, and its effects, or None.
+
+    In the next step and in the last one, the success rate is lower by more than two standard errors, or the entropy is
+    more than twice as high.
+    """
+    for before, after in reversed([*itertools.pairwise(records)]):
+        effects = []
+        if before.get("approx_kl", 0.0) > _LARGE_UPDATE:
+            if all(_rise(before, now)[0] < -2 * _rise(before, now)[1] for now in (after, records[-1])):
+                effects.append(f"success fell from {before['success']:.2f} to {after['success']:.2f}")
+            entropies = [record.get("entropy", math.nan) for record in (before, after, records[-1])]
+            if min(entropies[1:]) > 2 * entropies[0] + _NOISE:
+                effects.append(f"the entropy rose from {entropies[0]:.2f} to {entropies[1]:.2f} nats")
+        if effects:
+            return before, " and ".join(effects)
+    return None
+
+
+def _rise(*records: Mapping[str, float]) -> tuple[float, float]:
+    """Return the success rate of the last of two records minus that of the first, and the standard error; or NaN."""
+    rates, errors = ([record.get(name, math.nan) for record in records] for name in ("success", "success_se"))
+    return rates[1] - rates[0], math.hypot(*errors)
+
+
+def no_rise(e: Evidence) -> Result:
+    """Compare the first third of the steps with the last, if a rise of 0.2 would be significant."""
+    steps = [record for record in e.records if "success_se" in record]
+    count = len(steps) // 3
+    if count < _STEPS:
+        return None
+    parts = steps[:count], steps[-count:]
+    first, last = (statistics.fmean(record["success"] for record in part) for part in parts)
+    error = 1.96 * math.hypot(*(record["success_se"] for part in parts for record in part)) / count
+    if last - first > error or error > 0.2 or last > 0.9:
+        return None
+    spans = [f"(steps {part[0]['step']} to {part[-1]['step']})" for part in parts]
+    change = "fell" if first - last > error else "did not rise measurably"
+    text = f"Success {change} from {first:.2f} {spans[0]} to {last:.2f} {spans[1]}, {last - first:+.2f} ± {error:.2f}"
+    equal, kl = (statistics.fmean(r.get(name, 0.0) for r in parts[1]) for name in ("equal_groups", "approx_kl"))
+    text += f"; in the last, {equal:.0%} of the groups had equal rewards, approx_kl {kl:.1g}."
+    return text, last - first, 0.6 if last - first + error < 0.1 else 0.4
 
 
 def moved_tokens(e: Evidence) -> Result:

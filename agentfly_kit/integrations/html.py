@@ -284,7 +284,7 @@ def stats(stats: Stats) -> str:
 
 
 def evaluation(evaluation: Evaluation) -> str:
-    return heading(evaluation) + table((), (evaluation.summary() | evaluation.metrics).items())
+    return heading(evaluation) + table((), (evaluation.summary() | evaluation.metrics | evaluation.summary()).items())
 
 
 def drift(drift: Drift) -> str:
