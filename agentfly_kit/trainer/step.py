@@ -73,7 +73,7 @@ def make_record(
     """
     record: dict[str, float] = {"step": step}
     record |= {k: v for k, v in rollout.summary().items() if k != "seconds"}
-    groups = [scored for group in rollout.groups if (scored := [t for t in group if t.reward is not None])]
+    groups = [kept for group in rollout.groups if (kept := [t for t in group if t.reward is not None])]
     if len(groups) > 1 and not config.difficulty:
         rates = [statistics.fmean(bool(t.success) for t in group) for group in groups]
         error = math.sqrt(record["success"] * (1 - record["success"]) / sum(map(len, groups)))
