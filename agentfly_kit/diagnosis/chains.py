@@ -27,7 +27,7 @@ from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
 
 # Beginnings of tool calls in common formats. A text that contains one of them is unlikely to be an answer.
 _CALL = re.compile(r'(?m)<tool_call|<function|<\|tool|<\|python_tag|\[TOOL_CALLS\]|"arguments"\s*:|^Action:')
-# Mean entropy in nats per token below which chains of a group hardly differ. Policies that learn well start above it.
+# Mean entropy in nats per token below which equal rewards are attributed to it. Trials that failed had 0.02 to 0.05.
 _CERTAIN = 0.06
 # Minimum length of actions that are checked for repetition, and length of the n-grams that are counted, in tokens.
 _LONG_ACTION, _NGRAM = 24, 4
