@@ -6,8 +6,6 @@ from agentfly_kit import losses as losses
 from agentfly_kit import tiny as tiny
 from agentfly_kit import widgets as widgets  # type: ignore[attr-defined]  # its folder is widgets/
 from agentfly_kit._doctor import doctor as doctor
-from agentfly_kit._evidence import Finding as Finding
-from agentfly_kit._evidence import Findings as Findings
 from agentfly_kit.agent import hooks as hooks
 from agentfly_kit.agent.agent import Agent as Agent
 from agentfly_kit.agent.branching import Branch as Branch
@@ -21,7 +19,9 @@ from agentfly_kit.batch.batch import Batch as Batch
 from agentfly_kit.batch.collate import collate as collate
 from agentfly_kit.batch.turn_data import turn_data as turn_data
 from agentfly_kit.chat.chat import Chat as Chat
-from agentfly_kit.diagnosis import diagnose as diagnose
+from agentfly_kit.diagnosis.diagnose import diagnose as diagnose
+from agentfly_kit.diagnosis.findings import Finding as Finding
+from agentfly_kit.diagnosis.findings import Findings as Findings
 from agentfly_kit.endpoint.endpoint import Endpoint as Endpoint
 from agentfly_kit.engines.base import Engine as Engine
 from agentfly_kit.engines.fleet import Fleet as Fleet

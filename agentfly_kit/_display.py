@@ -130,13 +130,14 @@ def explain_interrupt(error: BaseException, text: str) -> None:
 
 
 @contextlib.contextmanager
-def show_progress(describe: Callable[[], str]) -> Iterator[None]:
+def show_progress(describe: Callable[[], str], result: Callable[[], str] | None = None) -> Iterator[None]:
     """Context manager that shows a line of text in a notebook or terminal while the block runs, and then removes it.
 
     Nothing is shown for the first second. The line is not part of the saved outputs of a notebook.
 
     Args:
         describe: Function that returns the text, such as "loading torch, about 10 s". It is called every second.
+        result: Function that returns a text that replaces the line if the block succeeds, and remains.
     """
     shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     notebook = hasattr(shell, "kernel")
@@ -161,13 +162,15 @@ def show_progress(describe: Callable[[], str]) -> Iterator[None]:
     # Copy the context so that output of the thread appears below the running cell.
     thread = threading.Thread(target=contextvars.copy_context().run, args=(repeat,), daemon=True)
     thread.start()
+    last = ""
     try:
         yield
+        last = result() if result else ""
     finally:
         done.set()
         thread.join()
-        if shown.is_set():
-            show("")
+        if last or shown.is_set():
+            show(last if notebook or not last else f"{last}\n")
 
 
 class Tensors(dict[str, Any], Displayable):

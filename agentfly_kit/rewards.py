@@ -94,6 +94,11 @@ class Reward(Displayable, InjectedFunction[P, R]):
     def _settings(self) -> str:
         return f"{self.name} {self.weight} {self.per} {self.timeout}"
 
+    @property
+    def metric(self) -> str:
+        """Name of the metric that contains the value of this reward."""
+        return self.name
+
     def __repr__(self) -> str:
         weight = f", weight {self.weight:g}" if self.weight != 1 else ""
         per = ", per turn" if self.per == "turn" else ""
@@ -137,7 +142,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
         if outcome.error is not None:
             return replace(score, error=failure_from(f"reward {self.name}", outcome.error))
         reward, metrics, extras = outcome.value
-        own = {} if reward is None else {self.name: reward}
+        own = {} if reward is None else {self.metric: reward}
         return replace(score, reward=reward, metrics=own | metrics, extras=extras)
 
     def _split_result(self, value: Any) -> tuple[float | None, dict[str, float], dict[str, Any]]:

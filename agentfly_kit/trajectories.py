@@ -305,8 +305,8 @@ class Trajectory(Displayable):
             "cancelled": "was cancelled",
             "env_done": "was ended by its environment",
         }.get(self.stop, f"was stopped by {self.stop}, without an answer" if self.final is None else self.stop)
-        shown = dict(self.metrics)
         # Leave out what only repeats the reward.
+        shown = {name: value for name, value in self.metrics.items() if (name, value) != ("reward", self.reward)}
         if self.reward is not None and shown.get("success") == (self.reward >= 1):
             del shown["success"]
         if [*shown.values()] == [self.reward]:

@@ -56,16 +56,16 @@ called = threading.Event()
 def describe():
     called.set()
     return "loading a policy"
-with _display.show_progress(describe):
+with _display.show_progress(describe{result}):
     {body}
 print("done", file=sys.stderr)
 """
 
 
-def stderr_of(body: str, seconds: float) -> str:
+def stderr_of(body: str, seconds: float, result: str = "") -> str:
     """Return what a script writes to a terminal."""
     terminal, end = pty.openpty()
-    script = PROGRESS.format(body=body, seconds=seconds)
+    script = PROGRESS.format(body=body, seconds=seconds, result=result)
     subprocess.run([sys.executable, "-c", script], stderr=end, timeout=GUARD, check=True)
     os.close(end)
     text = os.read(terminal, 10_000).decode()
@@ -73,13 +73,14 @@ def stderr_of(body: str, seconds: float) -> str:
     return text
 
 
-def test_progress_is_shown_in_a_terminal_and_removed() -> None:
+def test_progress_is_shown_in_a_terminal_and_removed_or_replaced_by_a_result() -> None:
     text = stderr_of("called.wait()", 0.01)
     assert text.startswith("\r\x1b[Kloading a policy\r\x1b[K") and text.endswith("\r\x1b[Kdone\r\n")
+    assert stderr_of("pass", 1000, ", lambda: 'loaded'") == "\r\x1b[Kloaded\r\ndone\r\n"
 
 
 def test_progress_is_not_shown_if_redirected_or_fast() -> None:
-    script = PROGRESS.format(body="assert threading.active_count() == 1", seconds=0.01)
+    script = PROGRESS.format(body="assert threading.active_count() == 1", seconds=0.01, result="")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=GUARD, check=True)
     assert (done.stdout, done.stderr) == ("", "done\n")
     assert stderr_of("pass", 1000) == "done\r\n"
@@ -91,9 +92,14 @@ def test_progress_in_a_notebook_is_not_saved() -> None:
 
     from agentfly_kit import _demo
 
-    cell = v4.new_code_cell(PROGRESS.format(body="called.wait()", seconds=0.01) + "print('mine')")
+    scripts = [PROGRESS.format(body="called.wait()", seconds=0.01, result=r) for r in ("", ", lambda: 'loaded'")]
+    cell = v4.new_code_cell("".join(scripts) + "print('mine')")
     notebook = v4.new_notebook(cells=[cell])
     NotebookClient(notebook, kernel_name="python3", timeout=GUARD).execute()
-    assert [output.get("data") for output in cell.outputs if output.get("name") != "stderr"] == [{}, None]
+    assert [output.get("data") for output in cell.outputs if output.get("name") != "stderr"] == [
+        {},
+        {"text/plain": "loaded"},
+        None,
+    ]
     _demo.static(notebook)
-    assert {output.text for output in cell.outputs} == {"done\n", "mine\n"}
+    assert {} not in [output.get("data") for output in cell.outputs]

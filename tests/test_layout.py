@@ -19,7 +19,7 @@ LAYERS = [
     "types _async",
     "samples task_files",
     "trajectories",
-    "chat tasks success batch pool sandboxes advantages losses _evidence",
+    "chat tasks success batch pool sandboxes advantages losses",
     "tools policy",
     "rewards engines endpoint ppo _doctor",
     "agent",

@@ -150,6 +150,7 @@ def test_success(reward: float | None, metrics: dict[str, float], success: bool 
         (1, {"reward": 1.0, "metrics": {"exact": 1.0}}, "answered '5'. Reward 1."),
         (1, {"reward": 1.0, "metrics": {"a": 1.0, "b": 0.0, "success": 1.0}}, "answered '5'. Reward 1 (a 1, b 0)."),
         (1, {"reward": 0.5, "metrics": {"success": 1.0}}, "answered '5'. Reward 0.5 (success 1)."),
+        (1, {"reward": 1.0, "metrics": {"reward": 1.0, "a": 0.0}}, "answered '5'. Reward 1 (a 0)."),
         (1, {"reward": 1.0, "stop": "env_done"}, "was ended by its environment. Reward 1."),
         (1, {"reward": 0.0}, "answered '5'. Reward 0. The task's answer is '5'."),
         (

@@ -63,6 +63,10 @@ PANELS = (
     Panel(("approx_kl",), "approx KL", "nats", hint="Distance that the step moved the policy, per action token."),
     Panel(("clip_fraction",), "clip fraction", "share"),
     Panel(("entropy",), "entropy", "nats", hint="Mean entropy of the distributions of action tokens."),
+    Panel(
+        ("equal_groups",), "equal groups", "share", fixed=(0.0, 1.0), extra=True,
+        hint="Groups whose chains have equal rewards, which have no effect if rewards are compared within groups.",
+    ),
     Panel(("grad_norm",), "grad norm", "before clipping"),
     Panel(("loss",), "loss"),
     Panel(("tokens",), "tokens", "per chain", hint="Mean number of action tokens of a chain."),
@@ -83,7 +87,7 @@ _STANDARD = {panel.lines[0]: panel for panel in PANELS}
 FIELDS = (
     *dict.fromkeys(key for panel in PANELS for key in panel.columns), "advantage_mean", "dropped", "dropped_groups",
     "effective_sample_size", "kl_coef", "lag", "lr", "not_run", "policy_loss", "ratio_max", "reward_max", "reward_std",
-    "rows", "trajectories", "updates", "version",
+    "rows", "success_se", "trajectories", "updates", "version",
 )  # fmt: skip
 # Prefixes of the names of recorded reward metrics, in training and in evaluations.
 METRIC, EVAL_METRIC = "metric_", "eval_metric_"

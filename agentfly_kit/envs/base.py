@@ -202,6 +202,7 @@ class EnvironmentReward(Reward[..., Any]):
     """Reward that calls an environment's `reward` method. `leased` lists the sandbox classes that the method leases."""
 
     leased: tuple[type, ...] = ()
+    metric = "reward"
 
     @property
     def sandbox_types(self) -> tuple[type, ...]:

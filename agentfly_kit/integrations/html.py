@@ -19,7 +19,6 @@ from agentfly_kit._display import printable, public_values, short_repr
 
 if TYPE_CHECKING:
     from agentfly_kit._doctor import Diagnosis
-    from agentfly_kit._evidence import Findings
     from agentfly_kit.agent.agent import Agent
     from agentfly_kit.agent.chain_editing import Chain
     from agentfly_kit.agent.rollout import Rollout, RolloutDiff, Trajectories
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from agentfly_kit.batch.batch import Batch
     from agentfly_kit.chat.drift import Drift
     from agentfly_kit.chat.report import ChatReport
+    from agentfly_kit.diagnosis.findings import Findings
     from agentfly_kit.engines.fleet import Fleet
     from agentfly_kit.evaluation import Evaluation
     from agentfly_kit.policy.policy import Policy
@@ -284,7 +284,7 @@ def stats(stats: Stats) -> str:
 
 
 def evaluation(evaluation: Evaluation) -> str:
-    return heading(evaluation) + table((), (evaluation.summary() | evaluation.metrics).items())
+    return heading(evaluation) + table((), (evaluation.summary() | evaluation.metrics | evaluation.summary()).items())
 
 
 def drift(drift: Drift) -> str:

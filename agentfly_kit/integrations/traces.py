@@ -92,7 +92,7 @@ class _RolloutTracer:
                     _set_error(span, result.error.type if result.error else "ToolError", "")
             else:
                 span = self._start("reward", SpanKind.INTERNAL, {}, start, inside)
-                scores = {} if trajectory.reward is None else {"reward": trajectory.reward, **trajectory.metrics}
+                scores = {} if trajectory.reward is None else {**trajectory.metrics, "reward": trajectory.reward}
                 for metric, value in scores.items():
                     evaluation = {"gen_ai.evaluation.name": metric, "gen_ai.evaluation.score.value": value}
                     span.add_event("gen_ai.evaluation.result", evaluation, self._time(end))

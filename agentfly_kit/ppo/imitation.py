@@ -141,11 +141,14 @@ def imitation_steps(
         left = (time.monotonic() - began) / done * (count - done)
         return f"imitation, {done} of {count} updates done, loss {loss:.2f}, about {left:.0f} s left"
 
-    with show_progress(describe):
+    def result() -> str:
+        return f"imitation: {done} updates in {time.monotonic() - began:.0f} s, final loss {loss:.3f}"
+
+    with show_progress(describe, result):
         for i, batch in zip(range(count), batches, strict=False):
             scale = min(1.0, (i + 1) / max(1.0, _WARMUP * count)) * (1 - 0.9 * i / count)
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * scale
             stats = imitation_step(policy, optimizer, batch, cancel=cancel)
-            loss, done = stats.loss, i + 1
+            loss, done = 0.9 * loss + 0.1 * stats.loss if done else stats.loss, i + 1
             yield stats

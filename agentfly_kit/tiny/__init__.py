@@ -244,14 +244,21 @@ def learner(
 
     With conversations of 70 tokens and the default batch, 150 updates took 14 s, and the default of 300 takes twice as
     long: CPU time by `time.process_time`, with one thread on an otherwise idle core of an AMD EPYC. The time is about
-    proportional to the number of tokens. While it runs, a line shows the loss and the time left.
+    proportional to the number of tokens. While it runs, a line shows the loss and the time left; the final loss and the
+    seconds remain.
+
+    To choose `steps`, double it until the final loss falls by less than a tenth. What is left is due to the choices in
+    the demonstrations. More updates then cost only time, because all demonstrations are new. Too few leave invalid
+    calls. The guessing game of the README had final losses of 0.37, 0.160 and 0.158 after 40, 120 and 240 updates, and
+    32, 2 and 0 % of the calls were invalid. The bus station of notebook 00 had 0.45, 0.089, 0.047 and 0.046 after 40,
+    80, 160 and 320 updates, and 61, 22, 4 and 0 % were.
 
     Args:
         words: words that get one token each; see `tokenizer`. They should include the words of the demonstrations.
         demonstrate: function that takes a random number generator and returns the messages of one conversation.
             The assistant's messages are imitated.
         tools: tools, functions, or JSON schemas that the prompt shows.
-        steps: number of updates. Copying, such as a result into an answer, is often learned only after 100.
+        steps: number of updates; see above. Copying, such as a result into an answer, is often learned only after 100.
         batch: demonstrations per update.
         lr: highest learning rate.
         seed: seed of the weights and of the random number generator.

@@ -43,7 +43,7 @@ from agentfly_kit.trainer.checkpoint import LoopState
 from agentfly_kit.trainer.checks import check_run, check_splits
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.fingerprint import fingerprint
-from agentfly_kit.trainer.run_dir import Run, last_success
+from agentfly_kit.trainer.run_dir import Run, describe_success
 from agentfly_kit.trainer.sampling import RolloutSampler
 from agentfly_kit.trainer.step import TrainStep, make_record, warn_about_step
 from agentfly_kit.trainer.tracking import TrackerSet
@@ -51,7 +51,7 @@ from agentfly_kit.trainer.updates import Updater
 from agentfly_kit.types import Task
 
 if TYPE_CHECKING:
-    from agentfly_kit._evidence import Findings
+    from agentfly_kit.diagnosis.findings import Findings
 
 
 @checks_keywords
@@ -247,7 +247,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
 
     def diagnose(self) -> Findings:
         """Apply `af.diagnose` to the last step and all records, to find out why the policy does not learn."""
-        from agentfly_kit.diagnosis import diagnose
+        from agentfly_kit.diagnosis.diagnose import diagnose
 
         if self._latest is None:
             return self.run.diagnose()
@@ -275,14 +275,14 @@ class TrainRun(Handle["TrainRun"], Displayable):
 
     def __repr__(self) -> str:
         done = len(self.records)
-        last = last_success(self.records)
+        success = describe_success(self.records)
         hint = f"; {self.state}, await it again to continue"
         if self._loop is not None or self._outcome in ("not started", "done"):
             hints = {"not started": "write `await` before it", "done": "complete, nothing is left to train"}
             hint = f"; {hints.get(self.state, self.state)}"
         version = self.run.start_version
         start = f", from trained weights (version {version})" if version and not self._start_over else ""
-        return f"<training run, {done} of {self.total} steps done{last}, in {str(self.path)!r}{start}{hint}>"
+        return f"<training run, {done} of {self.total} steps done{success}, in {str(self.path)!r}{start}{hint}>"
 
     # --- running ---
 
@@ -428,7 +428,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
             evaluation = await self._sampler.evaluate(self.eval_tasks)
 
         kl_coef = self._state.kl_coef
-        record = make_record(index + 1, self.policy.version, rollout, stats, evaluation)
+        record = make_record(index + 1, self.policy.version, rollout, stats, evaluation, config)
         if config.overlap:
             record["lag"] = lag
         if config.kl_coef > 0:

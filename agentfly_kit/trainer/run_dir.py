@@ -29,7 +29,7 @@ from agentfly_kit.trainer.fingerprint import adds_iterations, differences, flat_
 from agentfly_kit.trainer.run_lock import LOCK_FILE, RunLock
 
 if TYPE_CHECKING:
-    from agentfly_kit._evidence import Findings
+    from agentfly_kit.diagnosis.findings import Findings
 
 KeepPolicies: TypeAlias = Literal["last", "best", "all"]
 
@@ -264,7 +264,7 @@ class Run(Displayable):
 
     def diagnose(self) -> Findings:
         """Apply `af.diagnose` to the records and the last saved rollout, to find out why the policy does not learn."""
-        from agentfly_kit.diagnosis import diagnose
+        from agentfly_kit.diagnosis.diagnose import diagnose
 
         last = self.rollout_path(f"step-{len(self.records):05d}")
         return diagnose(Rollout.load(last) if last.exists() else None, records=self.records)
@@ -374,7 +374,7 @@ class Run(Displayable):
         return plotly.express.line(table, x="step", y="value", color="metric", template="plotly_white")
 
     def __repr__(self) -> str:
-        return f"Run({str(self.path)!r}, {len(self.records)} steps{last_success(self.records)})"
+        return f"Run({str(self.path)!r}, {len(self.records)} steps{describe_success(self.records)})"
 
 
 def _best_step(records: Sequence[Mapping[str, Any]]) -> int | None:
@@ -383,7 +383,13 @@ def _best_step(records: Sequence[Mapping[str, Any]]) -> int | None:
     return int(max(evaluated, key=lambda r: r["eval_success"])["step"]) if evaluated else None
 
 
-def last_success(records: Sequence[Mapping[str, Any]]) -> str:
-    """Return the part of a repr such as ", success 0.123", or "" if the last record has no numeric success."""
-    value = records[-1].get("success") if records else None
-    return f", success {value:.3f}" if isinstance(value, int | float) else ""
+def describe_success(records: Sequence[Mapping[str, Any]]) -> str:
+    """Return the part of a repr such as ", success 0.281 (step 1) -> 0.992 (step 24)", or "" if none was recorded.
+
+    If there are several evaluations, it shows the first and the last of these instead.
+    """
+    for name, label in (("eval_success", "evaluated success"), ("success", "success")):
+        shown = [f"{r[name]:.3f} (step {r['step']})" for r in records if isinstance(r.get(name), int | float)]
+        if len(shown) > 1:
+            return f", {label} {shown[0]} -> {shown[-1]}"
+    return f", success {shown[0]}" if shown else ""

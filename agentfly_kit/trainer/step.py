@@ -58,11 +58,28 @@ class TrainStep(Displayable):
 
 
 def make_record(
-    step: int, version: int, rollout: Rollout, stats: Stats | None, evaluation: Evaluation | None
+    step: int,
+    version: int,
+    rollout: Rollout,
+    stats: Stats | None,
+    evaluation: Evaluation | None,
+    config: TrainConfig,
 ) -> dict[str, float]:
-    """Create the record of an iteration. Statistics of the update that are not finite are omitted."""
+    """Create the record of an iteration. Statistics of the update that are not finite are omitted.
+
+    `success_se` is the standard error of the success rate over groups, at least that of independent chains. It is
+    omitted if tasks are sorted by difficulty, because steps cannot be compared then. `equal_groups` is the fraction of
+    groups whose chains have equal rewards.
+    """
     record: dict[str, float] = {"step": step}
     record |= {k: v for k, v in rollout.summary().items() if k != "seconds"}
+    groups = [kept for group in rollout.groups if (kept := [t for t in group if t.reward is not None])]
+    if len(groups) > 1 and not config.difficulty:
+        rates = [statistics.fmean(bool(t.success) for t in group) for group in groups]
+        error = math.sqrt(record["success"] * (1 - record["success"]) / sum(map(len, groups)))
+        record["success_se"] = max(error, statistics.stdev(rates) / math.sqrt(len(rates)))
+    if compared := [len({t.reward for t in group}) for group in groups if len(group) > 1]:
+        record["equal_groups"] = compared.count(1) / len(compared)
     numbers = {"updates": 0} if stats is None else stats.scalars()
     record |= {k: numbers[k] for k in _RECORDED_STATS if k in numbers and math.isfinite(numbers[k])}
     record["version"] = version

@@ -42,7 +42,7 @@ def test_a_malformed_call_between_valid_ones() -> None:
     [
         ("", "not valid JSON"),
         ("{", "not valid JSON"),
-        ("{'name': 'a'}", "not valid JSON"),
+        ("{'name': 'a'}", "the tool call is not valid JSON at character 1; write"),
         ('{"name": "a", "arguments": {}} and more', "text after the JSON object: 'and more'"),
         ("[1, 2]", "is a list, not an object"),
         ('"a"', "is a text, not an object"),

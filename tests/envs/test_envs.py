@@ -60,7 +60,7 @@ def guesser(script: Any, kind: type = Guess, **settings: Any) -> Any:
 
 async def test_a_class_written_in_a_cell_is_an_environment() -> None:
     (t,) = (await guesser([call(3), call(9), call(7), "I found it."]).rollout(task())).trajectories
-    assert (t.stop, t.reward, t.success) == ("env_done", 1.0, True)
+    assert (t.stop, t.reward, t.success, t.metrics) == ("env_done", 1.0, True, {"reward": 1.0})
     assert [c.result.observation for c in t.tool_calls] == ["higher", "lower", "right"]
     assert t.turns[0].messages[-1]["content"] == "Find it.\n\nI think of a number from 1 to 10."
     assert "from 1 to 10" in t.turns[0].text and t.final is None

@@ -156,7 +156,7 @@ async def test_environments_of_trl() -> None:
         "{'error': 'by must not be negative'}",
         "4",
     ]
-    assert (t.reward, t.stop, t.metrics) == (1.0, "answered", {"counter": 1.0})
+    assert (t.reward, t.stop, t.metrics) == (1.0, "answered", {"reward": 1.0})
 
     def value(environments: Any, **kwargs: Any) -> list[float]:
         return [float(each.value) for each in environments]

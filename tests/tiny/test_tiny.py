@@ -167,10 +167,10 @@ def test_a_learner_imitates_conversations(monkeypatch: pytest.MonkeyPatch) -> No
     progress: list[str] = []
 
     @contextlib.contextmanager
-    def shown(describe: Callable[[], str]) -> Iterator[None]:
+    def shown(describe: Callable[[], str], result: Callable[[], str]) -> Iterator[None]:
         progress.append(describe())
         yield
-        progress.append(describe())
+        progress.extend((describe(), result()))
 
     monkeypatch.setattr(imitation, "show_progress", shown)
 
@@ -199,6 +199,7 @@ def test_a_learner_imitates_conversations(monkeypatch: pytest.MonkeyPatch) -> No
     assert float(first.score(batch, {"logprob"})["logprob"][batch.mask].mean()) > -0.7
     assert first.version == 0 and progress[0] == "imitation, update 1 of 40"
     assert re.fullmatch(r"imitation, 40 of 40 updates done, loss \d\.\d\d, about 0 s left", progress[1])
+    assert re.fullmatch(r"imitation: 40 updates in \d+ s, final loss \d\.\d{3}", progress[2])
 
 
 @pytest.mark.soak

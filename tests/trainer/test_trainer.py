@@ -95,7 +95,11 @@ async def test_records_and_steps(whole: Whole) -> None:
     assert [s.record for s in seen] == reported == run.records and all(s.stats is not None for s in seen)
     assert run.policy.version == sum(r["updates"] for r in run.records)
     assert numbers(run) == whole[1]
-    wanted = {"step", "reward", "success", "loss", "entropy", "grad_norm", "lr", "version"}
+    first, *_, last = run.records
+    assert f"success {first['success']:.3f} (step 1) -> {last['success']:.3f} (step 4), in" in repr(run)
+    compared = [[len({t.reward for t in group}) == 1 for group in s.rollout.groups] for s in seen]
+    assert [s.record["equal_groups"] for s in seen] == [sum(equal) / len(equal) for equal in compared]
+    wanted = {"step", "reward", "success", "success_se", "loss", "entropy", "grad_norm", "lr", "version"}
     assert all(wanted <= set(record) for record in run.records)
     assert any("approx_kl" in record for record in run.records)  # a batch without signal has none
     assert [r["lr"] for r in run.records] == pytest.approx([1e-3, 1e-3 - 9.7e-4 / 3, 1e-3 - 2 * 9.7e-4 / 3, 3e-5])
@@ -415,6 +419,7 @@ async def test_evaluation_does_not_change_training(whole: Whole) -> None:
     seen = [step async for step in run]
     assert [s.evaluation is not None for s in seen] == [False, False, True, True]
     assert {"eval_success", "eval_low", "eval_high"} <= set(seen[3].record)
+    assert "evaluated success " in repr(run) and "(step 3) -> " in repr(run)
     assert policy.fingerprint() == whole[0]
 
 

@@ -176,7 +176,7 @@ def read_json(text: str, start: int) -> tuple[Any, int, str]:
         except json.JSONDecodeError as error:
             cut = "Unterminated" in error.msg or error.pos > len(part) - 16
             if is_rest or not cut:
-                return None, start, f"is not valid JSON ({error.msg}, character {error.pos})"
+                return None, start, f"is not valid JSON at character {error.pos}"
         except RecursionError:
             return None, start, "is nested too deeply"
         except ValueError as error:  # NaN, or an integer with too many digits, whose message contains "digits"

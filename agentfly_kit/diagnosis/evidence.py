@@ -1,4 +1,4 @@
-"""`Finding`, and `Chains` with facts about finished chains for the checks of `diagnose`."""
+"""`Evidence`, the facts that the checks of `diagnose` need, and functions that compare texts and numbers."""
 
 from __future__ import annotations
 
@@ -6,21 +6,25 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from agentfly_kit._display import Displayable, printable
+from agentfly_kit.agent.rollout import Rollout
+from agentfly_kit.batch.batch import Batch
+from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Task, ToolResult, Turn
 
-# A finding is serious if its `effect` is at least this value.
-_SERIOUS = 0.5
+# Result of a check: sentence, number and effect of the finding, or None if there is nothing to report.
+Result: TypeAlias = tuple[str, float, float] | None
+# Difference between the logprobs of engine and policy, in nats, above which they cannot be weights of the same model.
+OTHER_MODEL = 5.0
 # Upper bound of the token ids of models with a small vocabulary, such as the shipped policies.
 _SMALL_VOCABULARY = 5000
 # A word of at least three letters.
@@ -30,53 +34,26 @@ _ANSWERS = ("answer", "answers", "gold", "solution", "target", "expected", "grou
 
 
 @dataclass(frozen=True)
-class Finding(Displayable):
-    """A possible reason why the policy does not learn.
+class Evidence:
+    """Arguments of `diagnose`, with facts about the chains as cached properties.
 
     Attributes:
-        name: Identifier of the check, such as "unparsed_calls".
-        sentence: Description of the finding, with numbers.
-        number: The number on which the finding is based, usually a fraction.
-        remedy: Advice on what to do about it.
-        widget: Expression that shows the evidence in a notebook, where `w` is `af.widgets`.
-        effect: Estimated fraction of the training signal that is lost or wrong, from 0 to 1.
+        rollout: The rollout, which may be empty.
+        batch: The batch collated from it, if known.
+        stats: The statistics of the update, if known.
+        numbers: The scalar statistics of the update, from `stats` or else from the last record.
+        records: The records of all steps so far, oldest first.
     """
 
-    name: str
-    sentence: str
-    number: float
-    remedy: str
-    widget: str
-    effect: float
+    rollout: Rollout
+    batch: Batch | None
+    stats: Stats | None
+    numbers: Mapping[str, float]
+    records: tuple[Mapping[str, float], ...]
 
     @property
-    def serious(self) -> bool:
-        """True if `effect` is at least 0.5."""
-        return self.effect >= _SERIOUS
-
-    def __repr__(self) -> str:
-        return printable(f"{self.name}: {self.sentence} {self.remedy} See {self.widget}.")
-
-
-class Findings(tuple[Finding, ...], Displayable):
-    """Findings of `diagnose`: serious causes first, then serious symptoms of other causes, then all others."""
-
-    __slots__ = ()
-
-    @property
-    def serious(self) -> Findings:
-        return Findings(finding for finding in self if finding.serious)
-
-    def __repr__(self) -> str:
-        more = [f"and {len(self) - 8} more"] if len(self) > 8 else []
-        return "\n".join([*map(repr, self[:8]), *more]) if self else "nothing was found"
-
-
-@dataclass(frozen=True)
-class Chains:
-    """Finished chains, with the facts that checks need as cached properties."""
-
-    chains: tuple[Trajectory, ...]
+    def chains(self) -> tuple[Trajectory, ...]:
+        return self.rollout.trajectories
 
     @cached_property
     def scored(self) -> tuple[Trajectory, ...]:
@@ -123,9 +100,9 @@ class Chains:
 
     @cached_property
     def components(self) -> dict[str, tuple[float, ...]]:
-        """Values of the metrics, except success, that all scored chains have; empty with fewer than 8 scored chains."""
+        """Values of the metrics, except success and reward, that all scored chains have; empty with fewer than 8."""
         names = set.intersection(*(set(t.metrics) for t in self.scored)) if len(self.scored) >= 8 else set()
-        return {name: tuple(t.metrics[name] for t in self.scored) for name in sorted(names - {"success"})}
+        return {name: tuple(t.metrics[name] for t in self.scored) for name in sorted(names - {"success", "reward"})}
 
     @cached_property
     def right(self) -> npt.NDArray[np.bool_]:

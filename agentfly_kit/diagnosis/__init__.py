@@ -1,0 +1,1 @@
+"""Reasons why training does not learn: `diagnose` and its checks."""
