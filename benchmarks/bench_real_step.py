@@ -42,7 +42,7 @@ from recipes.base import RESPONSE_TEMPLATE
 
 import agentfly_kit as af
 
-LR = 2e-4
+LR = 3e-4
 TURNS, TOKENS = 3, 64
 """Maximum number of actions of a chain, and of tokens of an action."""
 # The template of SmolLM2, which has no tools, with the instructions that the package adds to the system message.
@@ -86,7 +86,7 @@ def agent_of(policy: af.Policy) -> af.Agent:
 async def prepared(folder: Path) -> None:
     """Save the adapter that both start from."""
     policy = af.Policy.load(MODEL, lora=16)
-    engine = af.ScriptedEngine(functools.partial(demonstrate, policy, 0.7))
+    engine = af.ScriptedEngine(functools.partial(demonstrate, policy, 0.8))
     chains = await agent_of(policy).replace(engine=engine).rollout(af.load_tasks("word_problems").train[:32])
     await af.imitate(policy, chains, epochs=1, minibatch=4, lr=1e-3)
     policy.save(folder)
@@ -190,8 +190,8 @@ def operations(folder: Path, tasks: Any, group: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tasks", type=int, default=8)
-    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--tasks", type=int, default=16)
+    parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--micro", type=int, nargs="+", default=[8, 16, 32, 64], help="TRL's rows per forward pass")
     parser.add_argument("--out", type=Path, default=None)
