@@ -73,7 +73,7 @@ _OTHER = (
 
 
 # Settings added since version 0.2. They are included only if they are set, so that runs of 0.2 can be continued.
-_ADDED = ("sum_turn_rewards",)
+_ADDED = ("sum_turn_rewards", "lr_warmup")
 
 
 def fingerprint(

@@ -527,7 +527,7 @@ def test_an_interrupted_claim_can_be_repeated(tmp_path: Path, monkeypatch: pytes
 
 def test_reprs(run: af.Run) -> None:
     run.append({"step": 1, "success": 0.25})
-    assert repr(run).endswith("r', 1 steps, success 0.250)")
+    assert repr(run).endswith("r', 1 steps, success 0.250 (step 1))")
     assert repr(nasty()).startswith("Rollout(3 tasks, 4 chains, success 0.000 (rewards reach 0, success needs 1")
     assert "\n" not in repr(nasty()) and "\r" not in repr(nasty())
     assert "<script" not in nasty()._repr_html_()

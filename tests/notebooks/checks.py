@@ -154,6 +154,12 @@ assert pair_after.success - pair_before.success >= 0.3
 assert {turn.author for t in chains for turn in t.actions} == {"planner", "people", "things"}
 assert len({len(t.actions) for t in chains}) > 3 and trained > 0 == pull["things"]
 """,
+    "21_real_model": """
+assert without_tool.success <= 0.2 and with_tool.success <= 0.2 and with_tool.calls == 0
+assert stats[-1].loss < 0.5 * stats[0].loss and len(run.records) == config.steps
+if config.steps == 24:
+    assert demonstrated.success <= 0.6 and after.success >= 0.8 and imitated.success < after.success - 0.1
+""",
     "22_masksearch": """
 assert hack["recall"] == 1 and hack["f1"] < 0.15 and bounds["searches"] == 1
 assert results["mixed gaps"] >= max(results["no practice"], results["control: random searches"]) + 0.2

@@ -16,6 +16,13 @@ SMALLER = {
     "14_alfworld": {"tasks.test[:96]": "tasks.test[:48]", "tasks.test[:64]": "tasks.test[:16]"},
     "16_any_agent": {"data.test[:64]": "data.test[:32]"},
     "18_imitate_and_distil": {"tasks.test[:200]": "tasks.test[:64]"},
+    "21_real_model": {
+        "tasks.test[:32]": "tasks.test[:4]",
+        "tasks.train[:160]": "tasks.train[:24]",
+        "tasks.test)": "tasks.test[:8])",
+        "steps=24, tasks_per_step=16": "steps=2, tasks_per_step=4",
+        "not a.reward and b.reward and a.tool_calls": "a.turns",
+    },
     "22_masksearch": {"data.test[:100]": "data.test[:50]"},
     "25_tools_as_weights": {"for i in range(4):\n    _, curve": "for i in range(2):\n    _, curve"},
     "31_servers": WITHOUT_VLLM,

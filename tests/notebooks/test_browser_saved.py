@@ -100,7 +100,8 @@ def test_every_saved_tutorial_shows_what_it_put_out(lab: browser.Lab, trusted: b
         lab.trust(*(lab.root / name for name in copies))
     for name, copy in copies.items():
         page.evaluate(
-            "async (path) => { await window.jupyterapp.commands.execute('docmanager:open', { path, factory: 'Notebook' }); }",
+            # The shell activates the widget only if the page has the focus.
+            "async (path) => { const app = window.jupyterapp; const opened = await app.commands.execute('docmanager:open', { path, factory: 'Notebook' }); app.shell.activateById(opened.id); }",
             name,
         )
         page.wait_for_function("(path) => window.jupyterapp.shell.currentWidget?.context?.path === path", arg=name)

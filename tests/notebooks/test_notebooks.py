@@ -19,6 +19,7 @@ from smaller import SMALLER
 
 from agentfly_kit import __main__ as command_line
 from agentfly_kit import _demo
+from agentfly_kit.policy.gguf import models_folder
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FIRST = ROOT / "notebooks" / "01_quickstart.ipynb"  # run by `make test`; `make test-real` runs all notebooks
@@ -27,6 +28,21 @@ RELATED = [path.stem for path in NOTEBOOKS if path.stem[:2] in ("17", "20", *map
 COMPARISON = "What the authors report, and what we measure"
 PLOTLY = "application/vnd.plotly.v1+json"
 WIDGET = "application/vnd.jupyter.widget-view+json"
+
+
+# The model of this notebook is not part of the package.
+REAL = ROOT / "notebooks" / "21_real_model.ipynb"
+WITHOUT_MODEL = pytest.mark.skipif(
+    not (models_folder() / "smollm2").exists(), reason="needs: scripts/install smollm2"
+)
+
+
+def marked(*marks: pytest.MarkDecorator, but: Path | None = None) -> list[Any]:
+    """Return the notebooks as parameters of a test that runs them, with these marks except on one of them."""
+    return [
+        pytest.param(path, marks=[*(marks if path != but else ()), *([WITHOUT_MODEL] if path == REAL else ())])
+        for path in NOTEBOOKS
+    ]
 
 
 def by_name(path: Path) -> str:
@@ -129,9 +145,7 @@ def test_notebooks_on_related_systems_have_the_same_parts(name: str) -> None:
     assert any({PLOTLY, "image/svg+xml"} & output.get("data", {}).keys() for output in outputs), "a figure"
 
 
-@pytest.mark.parametrize(
-    "path", [pytest.param(path, marks=[pytest.mark.real] * (path != FIRST)) for path in NOTEBOOKS], ids=by_name
-)
+@pytest.mark.parametrize("path", marked(pytest.mark.real, but=FIRST), ids=by_name)
 def test_runs_top_to_bottom(
     path: Path, tmp_path: Path, forked: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,8 +162,7 @@ def test_runs_top_to_bottom(
     NotebookClient(notebook, timeout=1800, kernel_name="python3", resources=where).execute()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=by_name)
+@pytest.mark.parametrize("path", marked(pytest.mark.long), ids=by_name)
 def test_runs_top_to_bottom_as_saved(path: Path, tmp_path: Path) -> None:
     """Run nbval in an empty folder, with the notebook's own settings and a kernel that has imported nothing."""
     nbformat.write(complete(path), tmp_path / path.name)

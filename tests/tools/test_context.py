@@ -205,7 +205,7 @@ GUESS_TASK = af.Task("g", TASK.messages, {"target": 7, "limit": 9})
 async def test_reset_gets_task_fields_by_name_and_get_reward_scores() -> None:
     script = ['<tool_call>{"name":"guess","arguments":{"number":7}}</tool_call>', "7"]
     (t,) = await af.envs.agent(Guess, af.ScriptedEngine(script), chat=chat(), size=1).rollout([GUESS_TASK])
-    assert (t.stop, t.reward, t.metrics) == ("answered", 1.0, {"guess": 1.0})
+    assert (t.stop, t.reward, t.metrics) == ("answered", 1.0, {"reward": 1.0})
     assert "Guess up to 9." in t.turns[0].text
 
 

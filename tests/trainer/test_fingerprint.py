@@ -318,10 +318,10 @@ save_rollouts seed
 def test_a_new_setting_does_not_prevent_earlier_runs_from_being_continued() -> None:
     policy = learner()
     agent = small(policy)
-    configs = (af.TrainConfig(), af.TrainConfig(sum_turn_rewards=True))
+    configs = (af.TrainConfig(), af.TrainConfig(sum_turn_rewards=True, lr_warmup=2))
     samplers = [RolloutSampler(agent, policy, TASKS, config, WorkerGroup(None)) for config in configs]
     settings = [fingerprint(sampler, "")["config"] for sampler in samplers]
-    assert [set(each) - set(SETTINGS.split()) for each in settings] == [set(), {"sum_turn_rewards"}]
+    assert [set(each) - set(SETTINGS.split()) for each in settings] == [set(), {"sum_turn_rewards", "lr_warmup"}]
     assert set(SETTINGS.split()) <= set(settings[0])
 
 
