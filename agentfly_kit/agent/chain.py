@@ -21,7 +21,6 @@ from agentfly_kit.agent.budget import (
     stop_after_calls,
 )
 from agentfly_kit.agent.chain_state import ChainState
-from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import (
     action_turn,
     append_text,
@@ -179,7 +178,7 @@ class BaseChain(ChainState):
                 await self.close()
             trajectory = self._make_trajectory(self.stop or "", score)
             if self.agent.group_reward is None:  # otherwise, the runner does this after it has added the group reward
-                trajectory = complete_score(self.agent, trajectory)
+                trajectory = record_success(trajectory, self.agent.success)
             self.trajectory, self.error = trajectory, trajectory.error
             return self.trajectory
 
@@ -211,10 +210,6 @@ class LoopChain(BaseChain):
                 if self.hooks.spawn is None:
                     raise SettingsError("after_observation requested forks of a chain that is not in a rollout")
                 await self.hooks.spawn(self, count)
-
-    def _compacting_can_help(self) -> bool:
-        """Return True if the context is full and the current row contains turns other than its prompt."""
-        return self.stop == "context_full" and len(self.turn.row_path) > 1
 
     # --- preparing ---
 
@@ -286,7 +281,7 @@ class LoopChain(BaseChain):
         done = await self.agent.tools.call_all(
             calls,
             self.context,
-            around=self._reporting_call,
+            around=lambda call: self._reporting("tool", "tool", self.actions, call.name, call.id),
             refused=refused,
         )
         if self.agent.show_exceptions:
@@ -315,11 +310,6 @@ class LoopChain(BaseChain):
         """Sample an action, run its tool calls, and return the last turn."""
         turn = await self.sample(greedy)
         return await self.act() if self.stop is None and self.pending_calls else turn
-
-
-def complete_score(agent: AgentSettings, trajectory: Trajectory) -> Trajectory:
-    """Apply the settings of an agent that concern a trajectory whose reward, with any group reward, is known."""
-    return record_success(trajectory, agent.success)
 
 
 async def call_hook(hook: Callable[..., Any] | None, *given: Any) -> Any:

@@ -69,7 +69,8 @@ def weight_sources(policy: Policy) -> list[WeightSource]:
     if policy.has_adapter:
         layers = _adapter_layers(model)
         if layers is None:  # this adapter cannot be merged layer by layer
-            whole = _merged_copy(policy)
+            whole: Any = copy.deepcopy(policy.model)
+            whole = whole.merge_and_unload()
             state = whole.state_dict()
         else:
             plain = {}
@@ -130,11 +131,6 @@ class _MergedLayer:
         return found
 
 
-def _merged_copy(policy: Policy) -> Any:
-    model: Any = copy.deepcopy(policy.model)
-    return model.merge_and_unload()
-
-
 def layout(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list[TensorSlice]]:
     """Divide tensors into chunks of slices, in the given order.
 
@@ -145,8 +141,6 @@ def layout(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list
     Returns:
         The slices of each chunk; a chunk is empty only if there are no tensors.
     """
-    if limit < _ALIGN:
-        raise ValueError(f"limit must be at least {_ALIGN} bytes, got {limit}")
     chunks: list[list[TensorSlice]] = [[]]
     used = 0
     for name, tensor in tensors:
