@@ -211,6 +211,10 @@ class LoopChain(BaseChain):
                     raise SettingsError("after_observation requested forks of a chain that is not in a rollout")
                 await self.hooks.spawn(self, count)
 
+    def _compacting_can_help(self) -> bool:
+        """Return True if the context is full and the current row contains turns other than its prompt."""
+        return self.stop == "context_full" and len(self.turn.row_path) > 1
+
     # --- preparing ---
 
     @pending_call

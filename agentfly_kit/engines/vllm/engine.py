@@ -203,8 +203,9 @@ class VLLMEngine(Engine):
         """Stop vLLM and its processes; running requests fail with an EngineError. Idempotent."""
         with self._lock:
             host, self._closed = self._host, True
+            if host is not None:
+                self._drop(host)
         if host is not None:
-            self._drop(host)
             # Shield the shutdown, because an interrupt must not leave processes behind.
             await asyncio.shield(asyncio.to_thread(host.stop))
 
