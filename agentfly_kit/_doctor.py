@@ -231,8 +231,8 @@ def _models() -> Check:
 
     hub = os.environ.get("HF_HUB_CACHE") or os.path.join(os.environ.get("HF_HOME") or "~/.cache/huggingface", "hub")
     found = [path.parent.name for path in sorted(models_folder().glob("*/config.json"))]
-    for path in sorted(Path(hub).expanduser().glob("models--*/snapshots/*/config.json")):
-        found.append(path.parts[-4].removeprefix("models--").replace("--", "/"))
+    cached = sorted(Path(hub).expanduser().glob("models--*/snapshots/*/config.json"))
+    found += [path.parts[-4].removeprefix("models--").replace("--", "/") for path in cached]
     if not found:
         return Check(
             "models", "no pretrained model is on this machine", None, "scripts/install smollm2   # in a checkout"
