@@ -21,6 +21,7 @@ from agentfly_kit.agent.budget import (
     stop_after_calls,
 )
 from agentfly_kit.agent.chain_state import ChainState
+from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import (
     action_turn,
     append_text,
@@ -178,7 +179,7 @@ class BaseChain(ChainState):
                 await self.close()
             trajectory = self._make_trajectory(self.stop or "", score)
             if self.agent.group_reward is None:  # otherwise, the runner does this after it has added the group reward
-                trajectory = record_success(trajectory, self.agent.success)
+                trajectory = complete_score(self.agent, trajectory)
             self.trajectory, self.error = trajectory, trajectory.error
             return self.trajectory
 
@@ -314,6 +315,11 @@ class LoopChain(BaseChain):
         """Sample an action, run its tool calls, and return the last turn."""
         turn = await self.sample(greedy)
         return await self.act() if self.stop is None and self.pending_calls else turn
+
+
+def complete_score(agent: AgentSettings, trajectory: Trajectory) -> Trajectory:
+    """Apply the settings of an agent that concern a trajectory whose reward, with any group reward, is known."""
+    return record_success(trajectory, agent.success)
 
 
 async def call_hook(hook: Callable[..., Any] | None, *given: Any) -> Any:

@@ -18,7 +18,7 @@ from agentfly_kit._async.interrupts import keep_interruptible
 from agentfly_kit._async.pending_call import Handle, cancelling, wait_all, warn_or_log
 from agentfly_kit._display import Displayable, explain_interrupt, show_progress
 from agentfly_kit.agent.budget import BudgetUsage
-from agentfly_kit.agent.chain import call_hook
+from agentfly_kit.agent.chain import call_hook, complete_score
 from agentfly_kit.agent.chain_editing import Chain, create_chain
 from agentfly_kit.agent.progress import ChainHooks, ChainKey, Progress, RolloutEvent, RolloutSnapshot
 from agentfly_kit.agent.request import GroupResult, GroupWorkers, RolloutRequest
@@ -26,7 +26,6 @@ from agentfly_kit.agent.rollout import Rollout, count_tasks
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import encode_long, prompt_turn, warn_about_long_prompt
 from agentfly_kit.errors import NotAwaited, PoolTimeout, RewardError
-from agentfly_kit.success import record_success
 from agentfly_kit.trajectories import UNSCORED_STOPS, Group, Trajectory
 from agentfly_kit.types import Failure, Task, Turn
 
@@ -477,7 +476,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
             else:
                 total = None if own is None else own + number
                 t = t.replace(reward=total, metrics={**t.metrics, "group_reward": number})
-                self._done[t.id] = record_success(t, self.agent.success)
+                self._done[t.id] = complete_score(self.agent, t)
 
 
 def _checked_numbers(values: Any, count: int) -> list[float | None]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
@@ -107,9 +108,7 @@ def _adapter_layers(model: Any) -> dict[str, Any] | None:
             if any(path.startswith(f"{outer}.") for outer in layers):
                 return None
             layers[path] = module
-    own: dict[int, int] = {}
-    for tensor in model.state_dict().values():
-        own[tensor.data_ptr()] = own.get(tensor.data_ptr(), 0) + 1
+    own = Counter(tensor.data_ptr() for tensor in model.state_dict().values())
     if any(own[p.data_ptr()] > 1 for layer in layers.values() for p in layer.get_base_layer().parameters()):
         return None  # tied weights: merging one layer would change the other
     return layers
