@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import bisect
 import math
 import os
 import sys
@@ -12,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-import numpy as np
 import traitlets
 
 from ._chain_code import _named
@@ -368,7 +368,12 @@ def bars(old: Sequence[float | None], new: Sequence[float | None]) -> list[list[
     else:
         low, high = there[0], there[-1]
         edges = [low + k * (high / _BARS - low / _BARS) for k in range(_BARS)] + [high]
-        olds, news = (np.histogram([r for r in side if r is not None], edges)[0].tolist() for side in (old, new))
+
+        def place(reward: float) -> int:
+            return bisect.bisect_right(edges[1:-1], reward)
+
+        olds = Counter(place(r) for r in old if r is not None)
+        news = Counter(place(r) for r in new if r is not None)
         out = [[f"{number(edges[k])} to {number(edges[k + 1])}", olds[k], news[k]] for k in range(_BARS)]
     missing = [sum(r is None for r in side) for side in (old, new)]
     return [*out, ["unscored", *missing]] if any(missing) else out
