@@ -103,8 +103,12 @@ def _kernel() -> Check:
         )
     where = "running in a notebook kernel" if running else "not running in a notebook kernel"
     if int(version.split(".")[0]) < 7:
-        state = f"ipykernel {version}: buttons are handled only between cells ({where})"
-        return Check("kernel", state, False, 'pip install "ipykernel>=7"')
+        return Check(
+            "kernel",
+            f"ipykernel {version}: buttons are handled only between cells ({where})",
+            False,
+            'pip install "ipykernel>=7"',
+        )
     return Check("kernel", f"ipykernel {version}, {where}", True)
 
 
@@ -153,8 +157,12 @@ _FRAMEWORKS = (
 def _agents() -> Check:
     found = [f"{name} {version}" for name in _FRAMEWORKS if (version := _version(name))]
     if not found:
-        state = "none installed; needed only for Agent(harness=...) over HTTP or with one of them"
-        return Check("agents", state, None, 'pip install "agentfly_kit[agents]"')
+        return Check(
+            "agents",
+            "none installed; needed only for Agent(harness=...) over HTTP or with one of them",
+            None,
+            'pip install "agentfly_kit[agents]"',
+        )
     return Check("agents", ", ".join(found), True)
 
 
@@ -179,14 +187,22 @@ def _containers() -> Check:
     from agentfly_kit.sandboxes.host import container
 
     if _version("docker") is None:
-        state = "not installed; needed only for isolation=af.Container(...)"
-        return Check("containers", state, None, 'pip install "agentfly_kit[containers]"')
+        return Check(
+            "containers",
+            "not installed; needed only for isolation=af.Container(...)",
+            None,
+            'pip install "agentfly_kit[containers]"',
+        )
     try:
         return Check("containers", f"docker {_version('docker')}, engine at {container.address(None)}", True)
     except IsolationError as error:
         if shutil.which("podman"):
-            command = "podman system service --time=0 unix:///tmp/podman.sock &"
-            return Check("containers", "podman is installed, but its service is not running", None, command)
+            return Check(
+                "containers",
+                "podman is installed, but its service is not running",
+                None,
+                "podman system service --time=0 unix:///tmp/podman.sock &",
+            )
         return Check("containers", str(error).partition(" (")[0], None)
 
 
@@ -215,8 +231,8 @@ def _models() -> Check:
 
     hub = os.environ.get("HF_HUB_CACHE") or os.path.join(os.environ.get("HF_HOME") or "~/.cache/huggingface", "hub")
     found = [path.parent.name for path in sorted(models_folder().glob("*/config.json"))]
-    for path in sorted(Path(hub).expanduser().glob("models--*/snapshots/*/config.json")):
-        found.append(path.parts[-4].removeprefix("models--").replace("--", "/"))
+    cached = sorted(Path(hub).expanduser().glob("models--*/snapshots/*/config.json"))
+    found += [path.parts[-4].removeprefix("models--").replace("--", "/") for path in cached]
     if not found:
         return Check(
             "models", "no pretrained model is on this machine", None, "scripts/install smollm2   # in a checkout"

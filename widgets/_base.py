@@ -372,14 +372,7 @@ class LiveView(View):
 
     def __init__(self, record: Any, subscribe: Callable[[Callable[..., None]], Callable[[], Any]] | None) -> None:
         super().__init__(record)
-        view_ref = weakref.ref(self)
-
-        def refresh() -> None:
-            view = view_ref()
-            if view is not None:
-                view._refresh_safely()
-
-        throttle = self._throttle = Throttle(refresh)
+        throttle = self._throttle = Throttle(functools.partial(_call, weakref.ref(self), "_refresh_safely"))
         listener = _Listener(self, throttle)
         if subscribe is not None:
             listener.end = subscribe(listener)

@@ -37,11 +37,6 @@ def read_steps(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
             f"{file} does not exist; pass a run, a run folder, or its steps.jsonl; {list_neighbours(file)}"
         )
     lines = file.read_bytes().split(b"\n")
-    if lines[-1]:
-        try:
-            json.loads(lines[-1])
-        except ValueError:
-            lines.pop()
     records: list[dict[str, Any]] = []
     for i, line in enumerate(lines, start=1):
         if not line.strip():
@@ -49,6 +44,8 @@ def read_steps(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
         except ValueError as error:
+            if i == len(lines):
+                break
             raise ValueError(f"{file}, line {i}: {error}") from error
         if not isinstance(record, dict) or "step" not in record:
             raise ValueError(f"{file}, line {i}: each line must be an object with 'step', got {line[:80]!r}")

@@ -161,8 +161,7 @@ def _svg(panel: dict[str, Any], steps: npt.NDArray[np.int32], runs: Sequence[Sou
         text(width - 8, 16, "end", value, 'fill="#1f2328"'),
     ]  # fmt: skip
     for value, tick in zip((lo, hi), ticks, strict=True):
-        body.append(line(left, y(value), width - right, y(value), "#d8dee4"))
-        body.append(text(left - 4, y(value) + 4, "end", tick))
+        body += [line(left, y(value), width - right, y(value), "#d8dee4"), text(left - 4, y(value) + 4, "end", tick)]
     if x1 > x0:
         body += [
             text(left, height - 6, "start", str(steps[0])),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import math
 import weakref
@@ -14,7 +15,7 @@ import traitlets
 
 from agentfly_kit.errors import SandboxError
 
-from ._base import Opener
+from ._base import Opener, _call
 from ._chain_code import code
 from ._chain_page import allowed_operations, chain_state, histogram, page
 from ._format import count, number, sendable
@@ -152,18 +153,10 @@ class ChainStepper(Opener):
         """Subscribe to the displayed chain, which keeps the listener alive. The listener refers weakly to the view."""
         self._unfollow()
         view_ref = weakref.ref(self)
-
-        def changed() -> None:
-            view = view_ref()
-            if view is not None and view.comm is not None:
-                view._refresh_safely()
-
-        throttle = self._throttle = Throttle(changed, 0.05)
+        throttle = self._throttle = Throttle(functools.partial(_call, view_ref, "_refresh_safely"), 0.05)
 
         def listener(chain: Any) -> None:
-            view = view_ref()
-            if view is not None:
-                view._record_seed(chain.turn)
+            _call(view_ref, "_record_seed", chain.turn)
             throttle.schedule()
 
         for turn in self.chain.turns:
@@ -182,11 +175,10 @@ class ChainStepper(Opener):
 
     def _unfollow(self) -> None:
         if self._end is not None:
-            self._end()
-            self._end = None
+            self._end()  # has no effect the second time
 
     def _refresh_safely(self) -> None:
-        if self._seen and not self._pages:
+        if self.comm is None or (self._seen and not self._pages):
             return  # no page is open; opening a page refreshes the view
         try:
             self.refresh()

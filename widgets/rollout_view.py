@@ -116,7 +116,11 @@ class RolloutView(ChainsView, LiveView):
         if handle is None:
             run = self.record
             if not self._about:
-                self._about = _nothing()
+                self._about = {
+                    "total": 0, "counts": dict.fromkeys(RESULTS, 0), "state": "not started", "seconds": 0.0,
+                    "gone": False, "max_turns": 0, "rate": None, "left": None, "reward": None, "step": "", "prefix": 0,
+                    "rewards": None, "hint": "Not started: await the run in a cell.",
+                }  # fmt: skip
             elif run is None:
                 self._about = {**self._about, "gone": True}
             elif self._about["total"]:  # replaced by another rollout, such as an evaluation
@@ -219,22 +223,20 @@ class RolloutView(ChainsView, LiveView):
     # --- buttons ---
 
     def _do_pause(self, _: Any) -> None:
-        self._need().pause()
-        self._throttle.schedule()
+        self._control("pause")
 
     def _do_resume(self, _: Any) -> None:
-        self._need().resume()
-        self._throttle.schedule()
+        self._control("resume")
 
     def _do_stop(self, _: Any) -> None:
-        self._need().stop()
-        self._throttle.schedule()
+        self._control("stop")
 
-    def _need(self) -> Any:
+    def _control(self, method: str) -> None:
         run = self.record
         if run is None:
             raise RuntimeError("the run no longer exists; keep it in a variable")
-        return run
+        getattr(run, method)()
+        self._throttle.schedule()
 
     def __repr__(self) -> str:
         a = self._about
@@ -267,14 +269,6 @@ def _result(chain: Any) -> str:
     if chain.state != "done":
         return str(chain.state)
     return "unscored" if chain.reward is None else "succeeded" if chain.success else "done"
-
-
-def _nothing() -> dict[str, Any]:
-    return {
-        "total": 0, "counts": dict.fromkeys(RESULTS, 0), "state": "not started", "seconds": 0.0, "gone": False,
-        "max_turns": 0, "rate": None, "left": None, "reward": None, "step": "", "prefix": 0,
-        "rewards": None, "hint": "Not started: await the run in a cell.",
-    }  # fmt: skip
 
 
 def _page(

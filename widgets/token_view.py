@@ -144,17 +144,17 @@ class TokenView(View):
 
     def to_code(self) -> str:
         """Return code for a cell that recreates the view and its selection. The data must be in a variable `source`."""
-        lines = [f"view = w.TokenView(source, signal={self.signal!r})"]
-        spans = list(self.selection)
-        for span in spans[:1]:
-            lines.append(f"view.select({span.trajectory!r}, {span.start}, {span.stop})")
-        if spans:
-            lines.append("view.selection.to_frame()")
-            lines.append(f"one = next(t for t in view.trajectories if t.id == {spans[0].trajectory!r})")
-            lines.append("chain = agent.chain(one)  # with its turns; w.ChainStepper(chain) continues by hand")
-        else:
-            lines.append("view")
-        return "\n".join(lines)
+        view = f"view = w.TokenView(source, signal={self.signal!r})"
+        span = next(iter(self.selection), None)
+        if span is None:
+            return f"{view}\nview"
+        return "\n".join((
+            view,
+            f"view.select({span.trajectory!r}, {span.start}, {span.stop})",
+            "view.selection.to_frame()",
+            f"one = next(t for t in view.trajectories if t.id == {span.trajectory!r})",
+            "chain = agent.chain(one)  # with its turns; w.ChainStepper(chain) continues by hand",
+        ))  # fmt: skip
 
     def _do_code(self, value: Any) -> None:
         self._code = sendable(self.to_code())

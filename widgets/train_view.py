@@ -202,8 +202,7 @@ class TrainView(ChainsView, LiveView):
         self.refresh()
 
     async def _do_open(self, value: Any) -> None:
-        step, which = int(value["step"]), int(value.get("run", 0))
-        await self.open_step(step, which)
+        await self.open_step(int(value["step"]), int(value.get("run", 0)))
 
     async def open_step(self, step: int, run: int = 0) -> Any:
         """List the trajectories of a step.

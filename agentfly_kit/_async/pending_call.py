@@ -13,7 +13,7 @@ import logging
 import warnings
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Coroutine, Generator, Iterable
+from collections.abc import Callable, Collection, Coroutine, Generator
 from types import TracebackType
 from typing import Any, Generic, NoReturn, ParamSpec, TypeVar
 
@@ -126,14 +126,22 @@ def cancelling() -> bool:
     return task is not None and task.cancelling() > 0
 
 
-async def wait_all(tasks: Iterable[asyncio.Future[Any]]) -> None:
-    """Wait until all tasks are done. If the caller is cancelled meanwhile, raise CancelledError afterwards."""
+async def wait_all(tasks: Collection[asyncio.Future[Any]]) -> None:
+    """Wait until all tasks are done. If the caller is cancelled meanwhile, raise CancelledError afterwards.
+
+    Exceptions of the tasks are marked as retrieved, because callers clean up after another exception.
+    """
     cancelled: asyncio.CancelledError | None = None
-    while unfinished := [task for task in tasks if not task.done()]:
-        try:
-            await asyncio.wait(unfinished)
-        except asyncio.CancelledError as error:
-            cancelled = error
+    try:
+        while unfinished := [task for task in tasks if not task.done()]:
+            try:
+                await asyncio.wait(unfinished)
+            except asyncio.CancelledError as error:
+                cancelled = error
+    finally:  # also if the event loop was closed
+        for task in tasks:
+            if task.done() and not task.cancelled():
+                task.exception()
     if cancelled is not None:
         raise cancelled
 
@@ -147,8 +155,6 @@ async def run_in_thread(function: Callable[..., T], *args: object, on_cancel: Ca
         if on_cancel is not None:
             on_cancel()
         await wait_all([task])
-        if not task.cancelled():
-            task.exception()  # mark as retrieved
         raise
 
 

@@ -143,9 +143,11 @@ def refuse_calls(
     if agent.max_tool_calls is not None:
         made = sum(_reaches_tool(agent, c) for t in action.path if t.author == "tool" for c in t.tool_calls)
         limits.append((agent.max_tool_calls - made, "chain_tool_calls"))
-    for usage in usages:
-        if usage.budget.tool_calls is not None:
-            limits.append((usage.budget.tool_calls - usage.tool_calls, f"{usage.name}_tool_calls"))
+    limits += [
+        (usage.budget.tool_calls - usage.tool_calls, f"{usage.name}_tool_calls")
+        for usage in usages
+        if usage.budget.tool_calls is not None
+    ]
     for left, reason in limits:
         if left < granted:
             granted, stop = max(0, left), reason

@@ -286,7 +286,7 @@ class LoopChain(BaseChain):
         done = await self.agent.tools.call_all(
             calls,
             self.context,
-            around=self._reporting_call,
+            around=lambda call: self._reporting("tool", "tool", self.actions, call.name, call.id),
             refused=refused,
         )
         if self.agent.show_exceptions:

@@ -9,7 +9,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -244,9 +244,6 @@ class ChainState(Displayable):
             self._open_reports -= 1
             after = state if self._open_reports else "waiting"
             self.hooks.report(self.id, kind, "end", after, turn, event.detail, call)
-
-    def _reporting_call(self, call: ToolCall) -> AbstractContextManager[SimpleNamespace]:
-        return self._reporting("tool", "tool", self.actions, call.name, call.id)
 
     @pending_call
     async def close(self) -> None:

@@ -9,7 +9,7 @@ import functools
 import itertools
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from agentfly_kit._async import threads
@@ -164,7 +164,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
                 return self.partial
             # The awaiting task was cancelled, for example by an interrupt. Do not leave the rollout running.
             task.cancel()
-            await _wait_and_forget([task])
+            await wait_all([task])
             self._explain(error)
             raise
 
@@ -191,7 +191,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._readers.remove(finished)
             if not self._readers:  # the last reader has stopped iterating
                 task.cancel()
-                await _wait_and_forget([task])
+                await wait_all([task])
 
     def _explain(self, error: asyncio.CancelledError) -> None:
         explain_interrupt(
@@ -272,7 +272,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
             for worker in self._workers:
                 worker.cancel()
             try:
-                await _wait_and_forget([*self._workers, *closing])
+                await wait_all([*self._workers, *closing])
             finally:
                 self._progress.end()
                 if self._bar is not None:
@@ -486,12 +486,3 @@ def _checked_numbers(values: Any, count: int) -> list[float | None]:
             f"group_reward must return a finite number, or None for unscored, for each of {count} chains, got {numbers}"
         )
     return numbers
-
-
-async def _wait_and_forget(tasks: Sequence[asyncio.Future[Any]]) -> None:
-    try:
-        await wait_all(tasks)
-    finally:
-        for task in tasks:
-            if task.done() and not task.cancelled():
-                task.exception()  # mark as retrieved, because only the first exception is raised

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -44,11 +45,7 @@ class Dropped(Displayable):
 
 def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
     """Return the number of trajectories of which all rows are excluded, keyed by reason."""
-    out: dict[str, int] = {}
-    for item in dropped:
-        if item.row is None:
-            out[item.reason] = out.get(item.reason, 0) + 1
-    return out
+    return dict(Counter(item.reason for item in dropped if item.row is None))
 
 
 @dataclass(frozen=True, eq=False)

@@ -91,15 +91,19 @@ class Server:
         if not key.startswith(KEY_PREFIX):  # a client that accepts only a host sends the key only in the header
             key, path = bearer, request.match_info["path"]
         elif bearer != key and bearer.startswith(KEY_PREFIX):
-            message = "the URL and the header must have the key of the same chain, got two keys"
-            return self._refusal(401, message, "two_keys")
+            return self._refusal(
+                401, "the URL and the header must have the key of the same chain, got two keys", "two_keys"
+            )
         handler = self._handlers.get(key)
         if handler is None:
             return self._refusal(404, "unknown key: its chain has ended, or never began", "unknown_key")
         if request.host.partition(":")[0].lower() not in _HOSTS:
             # For example, a web page whose domain name resolves to 127.0.0.1.
-            message = f"the request must be for the host 127.0.0.1 or localhost, got {request.host[:200]!r}"
-            return self._refusal(403, message, "foreign_host")
+            return self._refusal(
+                403,
+                f"the request must be for the host 127.0.0.1 or localhost, got {request.host[:200]!r}",
+                "foreign_host",
+            )
         answer = await handler(request.method, f"/{path}", await request.read())
         return self._web.Response(status=answer.status, body=answer.body, content_type=answer.content_type)
 

@@ -285,11 +285,8 @@ class Fleet(Engine):
             if isinstance(answer, EngineError):
                 self._exclude(member, "down", str(answer))
                 continue
-            if scores:
-                expected = answer[0], scores[answer[0]]
-            else:
-                # Without a policy, compare with the results of the last check, or with those of the first engine.
-                expected = self._reference or answer
+            # Without a policy, compare with the results of the last check, or with those of the first engine.
+            expected = (answer[0], scores[answer[0]]) if scores else self._reference or answer
             member.gap = _gap(answer, expected)
             if reason := self._why_stale(member, answer, expected[1], policy):
                 self._exclude(member, "stale", reason)

@@ -239,7 +239,7 @@ class OpenAIEngine(Engine):
     async def _request_or_empty(self, method: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
         """Send a request and return the response, or {} if the server rejects it. A rejected API key raises Refused."""
         try:
-            return await self._request(method, path, body)
+            return await self.http.request(method, path, body)
         except Refused as error:
             if error.status in (401, 403):
                 raise
@@ -280,7 +280,7 @@ class OpenAIEngine(Engine):
         self._check_ids(ids)
         limit = min(sampling.max_tokens, self.max_length - len(ids))
         version, failed_updates = self._version, self._failed_updates
-        answer = await self._request("POST", "/completions", self._completion(ids, sampling, limit))
+        answer = await self.http.request("POST", "/completions", self._completion(ids, sampling, limit))
         if self._failed_updates != failed_updates:
             raise EngineError(
                 "an update of the weights failed while the request ran, so its result was discarded; sample again"
@@ -339,7 +339,7 @@ class OpenAIEngine(Engine):
         body |= {name: value for name, value in options.items() if value != getattr(Sampling(), name)}
         sent = {name: value for name, value in (body | self._extra).items() if value is not None}
         try:
-            answer = await self._request("POST", "/chat/completions", sent)
+            answer = await self.http.request("POST", "/chat/completions", sent)
         except Refused as error:
             if error.status != 400 or "tool" not in str(error):
                 raise
@@ -384,7 +384,7 @@ class OpenAIEngine(Engine):
         *before, last = (int(i) for i in ids)
         # vLLM always samples a token, so leave the last id out of the prompt and request its logprob there.
         body = self._completion(before, Sampling(max_tokens=1)) | {"prompt_logprobs": 0, "logprob_token_ids": [last]}
-        answer = await self._request("POST", "/completions", body)
+        answer = await self.http.request("POST", "/completions", body)
         try:
             choice = answer["choices"][0]
             given = zip(choice["prompt_logprobs"], before, strict=True)
@@ -436,15 +436,10 @@ class OpenAIEngine(Engine):
     async def _check_label(self) -> None:
         """Raise EngineError if the server was restarted since the last update."""
         self.http.disconnected = False
-        found = await self._request("GET", self.base_url.removesuffix("/v1") + "/weight_info")
+        found = await self.http.request("GET", self.base_url.removesuffix("/v1") + "/weight_info")
         if found.get("weight_version") != self._label:
             self.http.disconnected, self._update_failure = True, "the server was restarted"
         self._check_weights()
-
-    async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None = None, *, retries: int | None = None
-    ) -> dict[str, Any]:
-        return await self.http.request(method, path, body, retries=retries)
 
     def _unusable(self, what: str, answer: Any) -> EngineError:
         return EngineError(f"{self.base_url} returned {what}: {shorten(json.dumps(answer), 300)}")

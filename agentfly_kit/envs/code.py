@@ -251,8 +251,7 @@ def load(path: str | os.PathLike[str], *, shown: int | None = 1) -> Tasks:
     Raises:  TaskError, with the file, the row and the missing field.
     """
     file = existing_file(path, "pass the path of MBPP's mbpp.jsonl or sanitized-mbpp.json")
-    if shown is not None:
-        check_count("shown", shown, 0)
+    check_count("shown", shown, 0, optional=True)
     found: dict[int, dict[str, Any]] = {}
     for position, (where, row) in enumerate(task_files.read_rows(file)):
         made = _mbpp(row, where, shown)

@@ -116,11 +116,9 @@ class Competition:
 
     def score(self, predictions: Sequence[float]) -> tuple[float, float, float]:
         """Return the raw score on the public half of the test rows, and the positions on both leaderboards."""
-        places = []
-        for half, board in enumerate((self.public, self.private)):
-            raw = raw_score(self.metric, predictions[half::2], self.labels[half::2])
-            places.append(position(raw, board, lower=self.lower))
-        return raw_score(self.metric, predictions[::2], self.labels[::2]), places[0], places[1]
+        public, private = (raw_score(self.metric, predictions[i::2], self.labels[i::2]) for i in (0, 1))
+        places = (position(public, self.public, lower=self.lower), position(private, self.private, lower=self.lower))
+        return public, *places
 
     @functools.cached_property
     def files(self) -> dict[str, str]:
@@ -130,13 +128,8 @@ class Competition:
             + "".join(f"{i},{x:.6f},{z:.6f},{y:.6g}\n" for i, (x, z, y) in enumerate(self.train)),
             "test.csv": "id,x1,x2\n" + "".join(f"{i},{x:.6f},{z:.6f}\n" for i, (x, z) in enumerate(self.test)),
             "sample_submission.csv": "id,y\n" + "".join(f"{i},0\n" for i in range(_TEST)),
-            "baselines.py": _baselines(),
+            "baselines.py": task_files.bundled_folder().joinpath("competition", "baselines.py").read_text("utf-8"),
         }
-
-
-@functools.cache
-def _baselines() -> str:
-    return str(task_files.bundled_folder().joinpath("competition", "baselines.py").read_text(encoding="utf-8"))
 
 
 @functools.lru_cache(256)

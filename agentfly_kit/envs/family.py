@@ -176,8 +176,6 @@ class Family(Displayable):
                 raise SettingsError(f"engine must be an engine or a policy such as af.tiny.policy(), got {engine!r}")
             chat = engine.chat if chat is None else chat
             engine = LocalEngine(engine)
-        if chat is None:
-            raise SettingsError("chat is required for this engine: pass chat=policy.chat or chat=af.Chat(tokenizer)")
         settings.setdefault("max_turns", self.max_turns)
         settings.setdefault("size", self.pool_size)
         settings.setdefault("acquire_timeout", self.acquire_timeout)

@@ -55,7 +55,8 @@ def score(seen: Rows | str | None, wanted: Rows) -> dict[str, float]:
     if not isinstance(seen, list):
         return {"reward": 0.0, "success": 0.0, "overlap": 0.0, "order": 0.0}
     have, want = [str(row) for row in seen], [str(row) for row in wanted]
-    overlap = reward = _overlap(have, want)
+    union = (Counter(have) | Counter(want)).total()
+    overlap = reward = (Counter(have) & Counter(want)).total() / union if union else 1.0
     order = tau(*shared(have, want))
     if not math.isnan(order):
         reward = round(order * overlap, 2)
@@ -93,13 +94,6 @@ def _pairs(n: int) -> int:
 
 def _ties(values: Sequence[Hashable]) -> int:
     return sum(_pairs(count) for count in Counter(values).values())
-
-
-def _overlap(a: Sequence[Hashable], b: Sequence[Hashable]) -> float:
-    """Return the intersection over union of two multisets, from 0 to 1. If both are empty, return 1."""
-    have, want = Counter(a), Counter(b)
-    union = (have | want).total()
-    return (have & want).total() / union if union else 1.0
 
 
 def shared(a: Sequence[str], b: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -175,7 +169,7 @@ class SQL(SandboxEnvironment):
                 f"the query of task {task.id!r} fails in {self._sandbox.engine}: {why}; query: {gold!r}"
             )
         self.gold = list(result.rows)
-        if not _only_reads(gold):
+        if not re.match(r"[^a-z]*select(?![a-z])", gold.lower()):  # the query may have modified the database
             await self._fill(task)
 
     async def _fill(self, task: Task) -> None:
@@ -230,15 +224,6 @@ class SQL(SandboxEnvironment):
 
 def _file(task: Task) -> Path:
     return Path(str(task.fields["database"]))
-
-
-def _only_reads(query: str) -> bool:
-    words = re.findall(r"[a-z]+", query.lower())
-    return bool(words) and words[0] == "select"
-
-
-def _quoted(name: str) -> str:
-    return '"' + name.replace('"', '""') + '"'
 
 
 # --- generated tasks -----------------------------------------------------------------------------
@@ -437,11 +422,12 @@ def _tables(path: str, changed: int) -> str:
     with closing(sqlite3.connect(f"{Path(path).resolve().as_uri()}?mode=ro", uri=True)) as connection:
         try:
             names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
-            columns = {name: connection.execute(f"PRAGMA table_info({_quoted(name)})").fetchall() for name in names}
+            listed = "SELECT name FROM pragma_table_info(?)"
+            columns = {name: [str(column) for (column,) in connection.execute(listed, (name,))] for name in names}
         except sqlite3.DatabaseError as error:
             raise TaskError(f"{path}: not a readable sqlite database ({error})") from None
     return "Tables: " + ", ".join(
-        f"{name}({', '.join(str(c[1]) for c in columns[name])})" for name in names if not name.startswith("sqlite_")
+        f"{name}({', '.join(columns[name])})" for name in names if not name.startswith("sqlite_")
     )
 
 

@@ -87,7 +87,7 @@ def cell(value: Any, limit: int = 400) -> str:
     return f"<td style='{LEFT};{width}'>{escape(value, limit)}</td>"
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -100,7 +100,7 @@ def table(head: Sequence[str], rows: Iterable[Iterable[Any]], limit: int = 400, 
     given = iter(rows)
     cells = [list(row) for row in itertools.islice(given, max_rows)]
     more = sum(1 for _ in given)
-    right = [any(_is_number(row[i]) for row in cells if i < len(row)) for i in range(len(head))]
+    right = [any(is_number(row[i]) for row in cells if i < len(row)) for i in range(len(head))]
     top = "".join(
         f"<th style='{RIGHT if aside else LEFT}'>{escape(name)}</th>" for name, aside in zip(head, right, strict=True)
     )
@@ -114,7 +114,7 @@ def table(head: Sequence[str], rows: Iterable[Iterable[Any]], limit: int = 400, 
 def definition_table(title: Any, pairs: Mapping[str, Any], limit: int = 400) -> str:
     """Return a heading and a table with one row per name and value; all values, including numbers, are left-aligned."""
     formatted = {
-        k: f"{v:,}" if _is_number(v) and isinstance(v, int) else f"{v:.4g}" if _is_number(v) else v
+        k: f"{v:,}" if is_number(v) and isinstance(v, int) else f"{v:.4g}" if is_number(v) else v
         for k, v in pairs.items()
     }
     return heading(title) + table((), formatted.items(), limit)

@@ -379,6 +379,8 @@ def _failed_group(request: RolloutRequest, number: int, failure: Failure) -> Gro
     chains = [Trajectory(key.id, task, key.group, key.chain, (), "error", error=failure) for task, key in planned]
     events = []
     for chain in chains:
-        events.append(RolloutEvent(0, "chain", "start", chain.id, chain.task.id, 0, "waiting", 0.0))
-        events.append(RolloutEvent(0, "chain", "end", chain.id, chain.task.id, 0, "failed", 0.0, "error", "", chain))
+        events += [
+            RolloutEvent(0, "chain", "start", chain.id, chain.task.id, 0, "waiting", 0.0),
+            RolloutEvent(0, "chain", "end", chain.id, chain.task.id, 0, "failed", 0.0, "error", "", chain),
+        ]
     return GroupResult([key for _, key in planned], Rollout.from_trajectories(chains), events)

@@ -10,7 +10,6 @@ traces                traces.jsonl of verifiers, the only layout with token ids
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import re
@@ -25,6 +24,8 @@ from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.turns import with_calls
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import TaskError
+from agentfly_kit.integrations.html import is_number
+from agentfly_kit.seeds import digest
 from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn
 
@@ -131,7 +132,7 @@ def _records(row: Any, location: str) -> Iterator[_Record]:
         names = list(columns)
         if "advantage" in names:
             between = names[names.index("completion") + 1 : names.index("advantage")]
-            reward = tuple(name for name in between if _is_number(columns[name]))
+            reward = tuple(name for name in between if is_number(columns[name]))
         prompt, completion = columns.pop("prompt"), columns.pop("completion")
     elif "input" in columns and "output" in columns:
         prompt, completion = columns.pop("input"), columns.pop("output")
@@ -202,10 +203,6 @@ def _get(given: Any, name: str) -> Any:
     return given.get(name) if isinstance(given, Mapping) else None
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
 # --- trajectories --------------------------------------------------------------------------------
 
 
@@ -213,9 +210,9 @@ def _trajectory(record: _Record, reward: tuple[str, ...] | None, location: str, 
     columns = record.columns
     names = record.reward if reward is None else reward
     weights = record.weights if reward is None else {}
-    numbers = {name: float(value) for name, value in columns.items() if _is_number(value) and math.isfinite(value)}
+    numbers = {name: float(value) for name, value in columns.items() if is_number(value) and math.isfinite(value)}
     for name in names:
-        if name not in columns or not (columns[name] is None or _is_number(columns[name])):
+        if name not in columns or not (columns[name] is None or is_number(columns[name])):
             have = ", ".join(numbers) or "none"
             raise TaskError(f"{location}: the reward column {name!r} must be a number; columns with numbers: {have}")
     scores = [numbers[name] * weights.get(name, 1.0) for name in names if name in numbers]
@@ -231,7 +228,8 @@ def _trajectory(record: _Record, reward: tuple[str, ...] | None, location: str, 
         raise TaskError(f"{location}: a conversation must begin with a message that is not the assistant's")
     other = _OTHERS | {"tools", "tool_defs"} | set(numbers)
     fields = {name: value for name, value in columns.items() if name not in other and value is not None}
-    task = Task(record.task or _digest(prompt), tuple(prompt), {**record.fields, **fields})
+    id = record.task or digest(json.dumps(prompt, sort_keys=True), size=6)
+    task = Task(id, tuple(prompt), {**record.fields, **fields})
     error = columns.get("error")
     return Trajectory(
         id="",
@@ -333,7 +331,3 @@ def _parsed(value: Any) -> Any:
         return json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError):
         return None
-
-
-def _digest(messages: Sequence[Message]) -> str:
-    return hashlib.blake2b(json.dumps(messages, sort_keys=True).encode(), digest_size=6).hexdigest()

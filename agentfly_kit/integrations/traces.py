@@ -63,7 +63,16 @@ class _RolloutTracer:
         trajectory = events[-1].result
         assert trajectory is not None
         name = f"invoke_agent {self._agent.name}"
-        attributes = self._chain_attributes(trajectory)
+        attributes = {
+            "gen_ai.operation.name": "invoke_agent",
+            "gen_ai.provider.name": "agentfly_kit",
+            "gen_ai.agent.name": self._agent.name,
+            "gen_ai.conversation.id": trajectory.id,
+            "agentfly.task": trajectory.task.id,
+            "agentfly.group": trajectory.group,
+            "agentfly.stop": trajectory.stop,
+            "agentfly.reward": trajectory.reward,
+        }
         root = self._start(name, SpanKind.INTERNAL, attributes, events[0], Context())
         if not root.is_recording():  # the sampler has dropped the trace
             return
@@ -105,18 +114,6 @@ class _RolloutTracer:
     def _start(self, name: str, kind: Any, attributes: Mapping[str, Any], event: RolloutEvent, context: Any) -> Any:
         given = {key: value for key, value in attributes.items() if value is not None}
         return self._tracer.start_span(name, context, kind, given, start_time=self._time(event))
-
-    def _chain_attributes(self, trajectory: Trajectory) -> dict[str, Any]:
-        return {
-            "gen_ai.operation.name": "invoke_agent",
-            "gen_ai.provider.name": "agentfly_kit",
-            "gen_ai.agent.name": self._agent.name,
-            "gen_ai.conversation.id": trajectory.id,
-            "agentfly.task": trajectory.task.id,
-            "agentfly.group": trajectory.group,
-            "agentfly.stop": trajectory.stop,
-            "agentfly.reward": trajectory.reward,
-        }
 
     def _turn_attributes(self, trajectory: Trajectory, turn: Turn | None) -> dict[str, Any]:
         sampling = trajectory.sampling

@@ -26,7 +26,7 @@ from agentfly_kit.integrations.adapters import environment as environment
 from agentfly_kit.integrations.adapters import reward as reward
 from agentfly_kit.ppo.config import PPOConfig
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Message, Task
+from agentfly_kit.types import Message, Task, drop_none
 
 # --- rows ----------------------------------------------------------------------------------------
 
@@ -223,14 +223,8 @@ def rollout_func(agent: Agent, tasks: Iterable[Task]) -> Callable[..., dict[str,
 
 
 def _prompt_key(messages: Iterable[Message]) -> str:
-    return json.dumps([_without_none(message) for message in messages], sort_keys=True)
-
-
-def _without_none(value: Any) -> Any:
-    """Remove the None values of dicts. A `datasets.Dataset` adds them, so that all rows have the same keys."""
-    if isinstance(value, dict):
-        return {k: _without_none(v) for k, v in value.items() if v is not None}
-    return [_without_none(v) for v in value] if isinstance(value, list | tuple) else value
+    # A `datasets.Dataset` adds keys with the value None, so that all rows have the same keys.
+    return json.dumps([drop_none(message) for message in messages], sort_keys=True)
 
 
 def _find_task(known: dict[str, Task], prompt: Any) -> Task:

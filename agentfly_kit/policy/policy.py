@@ -131,7 +131,10 @@ class Policy(Displayable, LanguageModel):
             SettingsError: If an argument is invalid, or if `lora` is given for a folder that contains an adapter.
         """
         _check_value_head(value_head)
-        _check_model_kwargs(model_kwargs, device)
+        if "torch_dtype" in model_kwargs:
+            raise SettingsError("torch_dtype must be passed as dtype=, the argument of Policy.load")
+        if device is not None and "device_map" in model_kwargs:
+            raise SettingsError(f"device must be None if device_map is given, got {device!r}")
         model_kwargs = {"trust_remote_code": False} | model_kwargs  # by default, transformers prompts on the terminal
         device = torch.empty(0, device=device or ("cuda" if torch.cuda.is_available() else "cpu")).device
         folder = _policy_folder(path)
@@ -421,14 +424,6 @@ def read_json(file: Path) -> dict[str, Any]:
 _HUB_KEYWORDS = (
     "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code",
 )  # fmt: skip
-
-
-def _check_model_kwargs(given: Mapping[str, Any], device: Any) -> None:
-    """Raise SettingsError if arguments of from_pretrained conflict with arguments of `Policy.load`."""
-    if "torch_dtype" in given:
-        raise SettingsError("torch_dtype must be passed as dtype=, the argument of Policy.load")
-    if device is not None and "device_map" in given:
-        raise SettingsError(f"device must be None if device_map is given, got {device!r}")
 
 
 def _check_value_head(value_head: Any) -> None:

@@ -308,8 +308,7 @@ class Call(Watch):
         """Wait for the end of the call and return its result."""
         self.send()
         try:
-            reply = await self.done
-            return self.result(reply)
+            return self.result(await self.done)
         finally:
             self.stop()
             self.sandbox._own_seconds += self.own + min(time.perf_counter() - self.sampled_at, 2 * _POLL_SECONDS)

@@ -81,8 +81,10 @@ class Sandbox(Startable):
             raise SettingsError(f"preload must be a list of module names, got {preload!r}")
         check_count("max_output", max_output, 256)
         check_instance("packages", packages, bool, "True or False")
-        if not isinstance(isolation, Container):
-            levels.check_level(isolation)
+        if not isinstance(isolation, Container) and isolation not in (None, *levels.LEVELS):
+            raise SettingsError(
+                f"isolation must be one of {levels.LEVELS}, None, or an af.Container, got {isolation!r}"
+            )
         self.limits = Limits(**limits)
         # The level in use; before `start`, the requested level.
         self.isolation: str | None = str(isolation) if isinstance(isolation, Container) else isolation
@@ -420,7 +422,6 @@ class Sandbox(Startable):
         if control is None or control.socket.fileno() < 0:
             raise SandboxError("the sandbox has died")
         watch = Watch(self._watches)
-        late = False
 
         def read() -> None:
             try:
@@ -432,19 +433,16 @@ class Sandbox(Startable):
             except EOFError:
                 watch.stop()
 
-        def give_up() -> None:
-            nonlocal late
-            late = True
-            watch.stop()
-
         watch.on_readable(control.socket.fileno(), read)
-        watch.after(timeout, give_up)
+        watch.after(timeout, watch.stop)
         try:
             message = await watch.done
         finally:
             watch.stop()
         if message is None:
-            raise SandboxError(f"no answer from the sandbox in {timeout:g} s" if late else "the sandbox has died")
+            raise SandboxError(
+                f"no answer from the sandbox in {timeout:g} s" if self.alive else "the sandbox has died"
+            )
         return message
 
 

@@ -255,7 +255,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
                     self._bound(),
                     copy.deepcopy(self._defaults) | values | injected,
                     timeout=self.timeout,
-                    convert=self._convert,
+                    convert=lambda value: fit_result(to_result(value), self.max_chars),
                 )
         except Exception as raised:  # raised by a pool or an argument validator, or for a missing task field
             outcome = Outcome(error=raised)
@@ -271,9 +271,6 @@ class Tool(Displayable, InjectedFunction[P, R]):
             return fit_result(ToolResult(False, str(error), seconds=seconds), self.max_chars)
         # Hide the details from the model, which cannot fix the tool and might find the answer in a traceback.
         return ToolResult(False, f"{self.name} failed.", failure_from(f"tool {self.name}", error), seconds)
-
-    def _convert(self, value: Any) -> ToolResult:
-        return fit_result(to_result(value), self.max_chars)
 
 
 @overload

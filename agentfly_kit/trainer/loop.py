@@ -420,8 +420,6 @@ class TrainRun(Handle["TrainRun"], Displayable):
             if prefetching is not None:
                 prefetching.cancel()
                 await wait_all([prefetching])
-                if not prefetching.cancelled():
-                    prefetching.exception()  # mark as retrieved, because the original exception propagates
 
         evaluation = None
         if config.evaluate_every and ((index + 1) % config.evaluate_every == 0 or index + 1 == self.total):

@@ -274,10 +274,8 @@ class Run(Displayable):
     @property
     def checkpoint(self) -> Path | None:
         """Path of the newest complete checkpoint, or None. The folder contains the last two checkpoints."""
-        for name in ("checkpoint", "checkpoint.before"):
-            if (self.path / name / "done").exists():
-                return self.path / name
-        return None
+        folders = (self.path / name for name in ("checkpoint", "checkpoint.before"))
+        return next((folder for folder in folders if (folder / "done").exists()), None)
 
     @contextlib.contextmanager
     def new_checkpoint(self) -> Iterator[Path]:

@@ -95,7 +95,7 @@ class VLLMEngine(Engine):
         self._host: Host | None = None
         self._closed = False
         self._finalizer: Any = None
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._request_numbers = itertools.count()
         # Number of tokens sampled so far.
         self.sampled = 0
@@ -204,9 +204,7 @@ class VLLMEngine(Engine):
         with self._lock:
             host, self._closed = self._host, True
             if host is not None:
-                self._version, self._host = host.version, None
-            if self._finalizer is not None:
-                self._finalizer.detach()
+                self._drop(host)
         if host is not None:
             # Shield the shutdown, because an interrupt must not leave processes behind.
             await asyncio.shield(asyncio.to_thread(host.stop))
@@ -269,7 +267,6 @@ class VLLMEngine(Engine):
         }
         if self.alternatives and not host.exact:
             raise EngineError("this version of vLLM cannot record alternatives; use vLLM 0.32, or alternatives=0")
-        host.check()
         version = host.version
         got = (await host.generate(f"{next(self._request_numbers)}", list(ids), options)).outputs[0]
         _check_columns(got, 1 + extra)
@@ -332,7 +329,6 @@ class VLLMEngine(Engine):
             "detokenize": False,
             "logprobs": EXTRA_COLUMNS + top,
         }
-        host.check()
         got = (await host.generate(f"{next(self._request_numbers)}", list(ids), options)).outputs[0]
         first = 1 + EXTRA_COLUMNS
         _check_columns(got, first + top)
@@ -350,7 +346,6 @@ class VLLMEngine(Engine):
         *before, last = (int(i) for i in ids)
         self._check(before, Sampling())
         host = await self._ready()
-        host.check()
         # vLLM always samples a token, so leave the last id out of the prompt and request its logprob there.
         options = {"max_tokens": 1, "detokenize": False, "prompt_logprobs": 0, "logprob_token_ids": [last]}
         got = await host.generate(f"{next(self._request_numbers)}", before, options)

@@ -125,7 +125,8 @@ class Host:
             raise self._explain(error) from error
 
     async def generate(self, name: str, ids: list[int], options: dict[str, Any]) -> Any:
-        """Run a request to completion and return the generated output."""
+        """Run a request to completion and return its output. Raise EngineError if the weights are undefined."""
+        self.check()
         return await self.call(lambda: self._generate(name, ids, options))
 
     async def load(self, policy: Policy) -> None:
@@ -235,7 +236,8 @@ class Host:
             try:
                 self._loop.run_until_complete(self._start())
             except BaseException as error:
-                failed = EngineError(f"vLLM did not start: {type(error).__name__}: {error}. {self._advice(error)}")
+                remedy = "" if isinstance(error, EngineError) else advice(self.log, str(error))
+                failed = EngineError(f"vLLM did not start: {type(error).__name__}: {error}. {remedy}")
                 failed.__cause__ = error
                 self._shut_down()
                 self._started.set_exception(failed)
@@ -281,11 +283,6 @@ class Host:
         known = CPUAttentionBackend.get_supported_head_sizes()
         if size not in known:
             raise EngineError(f"the model has heads of size {size}, but vLLM's CPU kernels support only {known}")
-
-    def _advice(self, error: BaseException) -> str:
-        if isinstance(error, EngineError):
-            return ""
-        return advice(self.log, str(error))
 
     # --- shutdown ---
 

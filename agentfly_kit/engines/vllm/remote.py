@@ -94,7 +94,7 @@ class _Server:
             self.listen = self._sender if _is_loopback(self._sender) else "", sender.port or 0
 
     def _request(self, path: str, body: dict[str, Any] | None = None, retries: int | None = None) -> Awaitable[Any]:
-        return self.engine._request("POST", self._root + path, body, retries=retries)
+        return self.engine.http.request("POST", self._root + path, body, retries=retries)
 
     async def check(self, policy: Policy) -> None:
         """Raise EngineError if the server cannot load these weights."""

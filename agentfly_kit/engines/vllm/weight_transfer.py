@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Literal
@@ -69,7 +70,8 @@ def weight_sources(policy: Policy) -> list[WeightSource]:
     if policy.has_adapter:
         layers = _adapter_layers(model)
         if layers is None:  # this adapter cannot be merged layer by layer
-            whole = _merged_copy(policy)
+            whole: Any = copy.deepcopy(policy.model)
+            whole = whole.merge_and_unload()
             state = whole.state_dict()
         else:
             plain = {}
@@ -106,9 +108,7 @@ def _adapter_layers(model: Any) -> dict[str, Any] | None:
             if any(path.startswith(f"{outer}.") for outer in layers):
                 return None
             layers[path] = module
-    own: dict[int, int] = {}
-    for tensor in model.state_dict().values():
-        own[tensor.data_ptr()] = own.get(tensor.data_ptr(), 0) + 1
+    own = Counter(tensor.data_ptr() for tensor in model.state_dict().values())
     if any(own[p.data_ptr()] > 1 for layer in layers.values() for p in layer.get_base_layer().parameters()):
         return None  # tied weights: merging one layer would change the other
     return layers
@@ -130,11 +130,6 @@ class _MergedLayer:
         return found
 
 
-def _merged_copy(policy: Policy) -> Any:
-    model: Any = copy.deepcopy(policy.model)
-    return model.merge_and_unload()
-
-
 def layout(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list[TensorSlice]]:
     """Divide tensors into chunks of slices, in the given order.
 
@@ -145,8 +140,6 @@ def layout(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list
     Returns:
         The slices of each chunk; a chunk is empty only if there are no tensors.
     """
-    if limit < _ALIGN:
-        raise ValueError(f"limit must be at least {_ALIGN} bytes, got {limit}")
     chunks: list[list[TensorSlice]] = [[]]
     used = 0
     for name, tensor in tensors:

@@ -147,10 +147,8 @@ def exit_with(parent_pid: int, *processes: int) -> None:
         return
 
     def watch() -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             select.select([os.pidfd_open(parent_pid)], [], [])
-        except ProcessLookupError:
-            pass
         for process in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGKILL)

@@ -225,11 +225,9 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     singles = rng.sample(mine, len(mine))
     found: list[dict[str, Any]] = []
     seen: set[tuple[str, ...]] = set()
-    tried = 0
-    while len(found) < n:
-        tried += 1
-        if tried > 50 * n + 1000:
-            break  # all pairs have probably been tried
+    for _ in range(50 * n + 1000):  # after that, all pairs have probably been tried
+        if len(found) >= n:
+            break
         if singles and len(found) % 3 != 2:
             chosen = [singles.pop()]
         else:

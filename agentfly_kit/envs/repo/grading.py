@@ -84,10 +84,6 @@ class Repository:
         return Repository(files, self.tests)
 
 
-def _is_test(path: str) -> bool:
-    return re.fullmatch(r"(tests|hidden)/(.*/)?test_[^/]*\.py", path) is not None
-
-
 def repository(folder: str | Path | None = None) -> Repository:
     """Read the repository in a folder, by default the included `stall`. Binary and hidden files are skipped.
 
@@ -125,7 +121,7 @@ def _read(top: Path) -> Repository:
                 f"the repository {str(top)!r} must have at most {MOST_FILES} files and {MOST_BYTES // 2**20} MB of "
                 "text, because every chain gets a copy"
             )
-        if _is_test(path):
+        if re.fullmatch(r"(tests|hidden)/(.*/)?test_[^/]*\.py", path):
             tests[path] = text
         elif not path.startswith(HELD_BACK) and path not in _OURS:
             files[path] = text

@@ -71,8 +71,8 @@ def entries(world: int = 0) -> dict[str, Entry]:
     people = [f"{a} {b}" for a, b in _pairs(FIRST, LAST, PEOPLE, rng)]
     works = [f"The {a} {b}" for a, b in _pairs(QUALITIES, THINGS, WORKS, rng)]
     home = {town: rng.choice(COUNTRIES) for town in TOWNS}
-    for country, town in zip(COUNTRIES, rng.sample(TOWNS, len(COUNTRIES)), strict=True):
-        home[town] = country  # every country needs at least one town, its capital
+    # Every country needs at least one town, its capital.
+    home |= zip(rng.sample(TOWNS, len(COUNTRIES)), COUNTRIES, strict=True)
     coins = dict(zip(COUNTRIES, rng.sample(COINS, len(COINS)), strict=True))
     found: dict[str, Entry] = {}
     for title in works:

@@ -25,7 +25,6 @@ FOUND = 50
 SEED = 233
 BOUNDS = tuple(10.0 * i for i in range(1, 100))
 UNBOUNDED = 1_000_000.0
-_WANTED = ("items", "ins", "human_ins")
 _HELP = (
     "WebShop's files are items_shuffle_1000.json, items_ins_v2_1000.json and items_human_ins.json (or those of the "
     "full set), fetched by the setup script of github.com/princeton-nlp/WebShop; put them into one folder and type "

@@ -98,11 +98,6 @@ class Container(Displayable):
             "with network=True the code is on the engine's default network, or on the one named by network=",
         )
 
-    @property
-    def inner_mounts(self) -> dict[str, str]:
-        """Mode ("ro" or "rw") of each path that is mounted inside the container."""
-        return dict(map(_path_and_mode, self.mounts.values()))
-
     def limit_mechanisms(self, limits: Limits) -> dict[str, str]:
         """Return a description of how each limit is enforced; "not limited" for a limit that is None."""
         group = "the container's control group, all processes together"
@@ -308,7 +303,7 @@ def launch(
             limits,
             ["traceback", *preload],
             max_output,
-            keep=list(container.inner_mounts),
+            keep=[_path_and_mode(inner)[0] for inner in container.mounts.values()],
             restrict=(program or b"").hex(),
         )
         handle.control.sendall(line)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from agentfly_kit._display import Displayable
 
-from ...errors import IsolationError, IsolationWarning, SettingsError
+from ...errors import IsolationError, IsolationWarning
 from . import commands, seccomp
 from .limits import Group, Hierarchy, Limits, find_hierarchy, remove_orphans
 
@@ -115,12 +115,6 @@ def sandbox_report(limits: Limits | None = None) -> SandboxReport:
         how = limit_mechanisms(name, limits, hierarchy())
         levels.append(LevelReport(name, not reason, reason or _DESCRIPTIONS[name], how, NOT_ISOLATED[name]))
     return SandboxReport(best(), tuple(levels))
-
-
-def check_level(isolation: str | None) -> None:
-    """Raise SettingsError if the level does not exist."""
-    if isolation is not None and isolation not in LEVELS:
-        raise SettingsError(f"isolation must be one of {LEVELS}, None, or an af.Container, got {isolation!r}")
 
 
 def resolve_level(isolation: str | None, limits: Limits) -> str:

@@ -34,13 +34,12 @@ def path() -> str:
 
 def authorize(action: int, first: str | None, second: str | None, *_: str | None) -> int:
     """Authorizer callback of sqlite: deny statements that can access other files."""
-    if action in SQLITE_DENIED:
-        return sqlite3.SQLITE_DENY
-    if action == sqlite3.SQLITE_PRAGMA and (first or "").lower() in PRAGMAS_DENIED:
-        return sqlite3.SQLITE_DENY
-    if action == sqlite3.SQLITE_FUNCTION and (second or "").lower() == "load_extension":
-        return sqlite3.SQLITE_DENY
-    return sqlite3.SQLITE_OK
+    denied = (
+        action in SQLITE_DENIED
+        or (action == sqlite3.SQLITE_PRAGMA and (first or "").lower() in PRAGMAS_DENIED)
+        or (action == sqlite3.SQLITE_FUNCTION and (second or "").lower() == "load_extension")
+    )
+    return sqlite3.SQLITE_DENY if denied else sqlite3.SQLITE_OK
 
 
 def open_database(engine: str, memory_mb: int | None) -> None:
