@@ -101,13 +101,15 @@ _CHECKS: tuple[tuple[Callable[[Evidence], Result], bool, str, str], ...] = (
         chains.unknown_words,
         False,
         _CHAIN,
-        "Use the tasks of the policy (af.tiny.list()), make one with af.tiny.learner(words, ...), or load a large model.",
+        "Use the tasks of the policy (af.tiny.list()), make one with af.tiny.learner(words, ...), or load a large "
+        "model.",
     ),
     (
         chains.numeric_reference,
         False,
         _CHAINS,
-        "Make the field a text, such as str(answer), or compare numbers in the reward; test it with await reward.try_().",
+        "Make the field a text, such as str(answer), or compare numbers in the reward; test it with "
+        "await reward.try_().",
     ),
     (
         chains.different_starts,
@@ -158,8 +160,8 @@ _CHECKS: tuple[tuple[Callable[[Evidence], Result], bool, str, str], ...] = (
         chains.collapsed_entropy,
         False,
         _CHAINS,
-        "Sample at temperature 1. After imitation, imitate fewer or more varied demonstrations; after a collapse, start "
-        "from an earlier policy, with a smaller lr or an entropy_coef.",
+        "Sample at temperature 1. After imitation, imitate fewer or more varied demonstrations; after a collapse, "
+        "start from an earlier policy, with a smaller lr or an entropy_coef.",
     ),
     (chains.repetition, False, _CHAINS, "Start from an earlier policy with a smaller lr, or filter such chains."),
     (
