@@ -179,5 +179,5 @@ def test_invalid_files_are_named(tmp_path: Path) -> None:
     errors.check(
         lambda: af.envs.code.load(bad, shown=-1),
         af.errors.SettingsError,
-        "shown must be an integer of at least 0, got -1",
+        "shown must be an integer of at least 0 or None, got -1",
     )
