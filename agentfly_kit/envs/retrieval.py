@@ -48,6 +48,8 @@ class WordIndex:
         except ImportError:
             raise SettingsError('WordIndex needs bm25s; type: pip install "agentfly_kit[envs]"') from None
 
+        if not texts:
+            raise SettingsError("an index needs at least one text")
         tokens = [words(text) or [""] for text in texts]
         self._index = bm25s.BM25(method="lucene", k1=k1, b=b)
         self._index.index(tokens, show_progress=False)
@@ -70,6 +72,8 @@ class VectorIndex:
 
         self.embed = embed
         parts = [_vectors(embed, list(texts[i : i + batch])) for i in range(0, len(texts), batch)]
+        if not parts:
+            raise SettingsError("an index needs at least one text")
         if len({part.shape[1] for part in parts}) > 1:
             raise SettingsError("all embedding vectors must have the same length, but their lengths differ")
         self._vectors = numpy.concatenate(parts)
