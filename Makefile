@@ -53,7 +53,7 @@ test-real: install-real  ## run the tests with the real thing: each notebook, vL
 	@scripts/pytest-some -m "real and not long" $(REAL) --ignore $(RAY_TESTS) $(ARGS)
 	@scripts/pytest-some -m "real and not long" $(ARGS) $(RAY_TESTS)
 
-test-all: test docs install-real  ## run all tests that this machine can run (an hour)
+test-all: test docs install-real  ## run all tests that this machine can run (hours)
 	@scripts/pytest-some -m "real or long" $(REAL) --ignore $(RAY_TESTS) $(ARGS)
 	@scripts/pytest-some -m "real or long" $(ARGS) $(RAY_TESTS)
 

@@ -1,6 +1,6 @@
 """Compare the time of a GRPO iteration of SmolLM2-135M-Instruct with TRL's GRPOTrainer, with LoRA and a calculator.
 
-    make bench-real-step                                   # about 20 minutes on two idle cores
+    make bench-real-step                                   # may take an hour
     python benchmarks/bench_real_step.py --threads 2 --out step.json
 
 Both start from the adapter that imitated demonstrations of the format (see bench_real.py), sample --tasks groups of
