@@ -41,6 +41,49 @@ WORDINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "weight of the load?",
             "A book has {b} pages with {a} words each and a foreword of {c} words. How many words does the book "
             "have?",
+            "{name} types {a} words in each of {b} letters and {c} words in a note. How many words did {name} type?",
+            "Every one of {a} trucks brings {b} bricks to the site, where {c} bricks are already waiting. How "
+            "many bricks are on the site then?",
+            "For a wedding, {a} tables are laid with {b} plates each. A further {c} plates stay in the kitchen. "
+            "How many plates are used or kept ready?",
+            "One ticket for the museum costs {b} francs. A group of {a} visitors buys tickets and a guided tour "
+            "for {c} francs. What does the group pay in all?",
+            "{name} swims {a} metres every day. After {b} days {name} swims {c} metres more in a race. What "
+            "distance has {name} swum?",
+            "A beekeeper has {a} hives with {b} frames per hive, plus {c} spare frames in the shed. How many "
+            "frames does the beekeeper own?",
+            "A stadium has {b} blocks. Each block seats {a} people, and {c} people can stand. How many people "
+            "fit into the stadium?",
+            "{name} had {c} stamps. Then {name} inherited {a} albums of {b} stamps. How many stamps are in the "
+            "collection now?",
+            "A machine needs {a} grams of plastic per toy. It makes {b} toys and wastes {c} grams. How many "
+            "grams of plastic does it need?",
+            "Renting a boat costs {a} pesos an hour, and the deposit is {c} pesos. {name} rents the boat for "
+            "{b} hours. How many pesos must {name} bring?",
+            "An orchestra plays {b} concerts for {a} listeners each, and {c} listeners attend the rehearsal. "
+            "How many listeners hear the orchestra?",
+            "In a forest {a} squirrels hide {b} nuts each, and a jay hides {c} nuts. How many nuts are hidden?",
+            "A phone plan costs {b} dollars a month. {name} keeps the plan for {a} months and pays {c} dollars "
+            "for the phone. How many dollars is that altogether?",
+            "The cook peels {a} carrots for each of {b} pots and {c} carrots for a salad. Find the number of "
+            "carrots the cook peels.",
+            "A cyclist rides {b} kilometres on each of {a} days. On the day after that, the cyclist rides {c} "
+            "kilometres. Calculate the total distance in kilometres.",
+            "A gym owns {c} old weights and orders {a} sets with {b} weights in a set. How many weights will "
+            "the gym own?",
+            "{a} students plant {b} seeds each, and their teacher plants {c} seeds. How many seeds are planted?",
+            "A pipe carries {a} litres of oil per second. It runs for {b} seconds into a basin that already "
+            "contains {c} litres. How much oil is in the basin at the end?",
+            "There were {c} bees in the garden before {a} swarms of {b} bees came. How many bees were there then?",
+            "{name} knits {b} rows of {a} stitches and a border of {c} stitches. How many stitches does {name} knit?",
+            "A shop sells {a} pairs of shoes at {b} pounds a pair, and socks for {c} pounds in total. How much "
+            "money does the shop take in?",
+            "{b} ferries with {a} cars on board and one ferry with {c} cars reach the island. How many cars "
+            "reach the island?",
+            "A camera takes {a} pictures per minute. After {b} minutes {name} adds {c} older pictures. How many "
+            "pictures are there in the end?",
+            "A quarry sends out {b} wagons of {a} stones, and {c} stones lie beside the road. What is the "
+            "number of stones altogether?",
         ),
         "{a}*{b}-{c}": (
             "A bakery fills {a} trays with {b} rolls each. By noon, {c} rolls have been sold. How many rolls are "
@@ -69,6 +112,50 @@ WORDINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "broken?",
             "A florist ties {a} bunches of {b} tulips and removes {c} tulips that have faded. How many fresh tulips "
             "are there?",
+            "{name} has {a} boxes with {b} marbles in every box. {name} loses {c} marbles. How many marbles "
+            "does {name} have after that?",
+            "A hotel has {a} floors with {b} rooms on each floor. Today {c} rooms are taken. How many rooms are "
+            "free?",
+            "Each of {b} hens lays {a} eggs. {c} eggs break. How many whole eggs are there?",
+            "An airline flies {a} times a year with {b} seats on board. Last year {c} seats stayed empty. How "
+            "many seats were used?",
+            "{name} works {a} hours at {b} euros per hour, and {c} euros go to taxes. How many euros does "
+            "{name} keep?",
+            "A fisherman empties {a} nets of {b} fish and throws {c} small fish back. How many fish does the "
+            "fisherman take home?",
+            "The printer prints {b} copies of a book with {a} pages. {c} pages are printed badly. How many "
+            "pages are printed well?",
+            "{name} must read {b} books of {a} pages. So far {name} has read {c} pages. How many pages are "
+            "still to be read?",
+            "A dairy fills {a} bottles in each of {b} runs, and {c} bottles turn out to be leaking. How many "
+            "bottles can the dairy deliver?",
+            "A club buys {a} shirts for {b} dollars each and receives a discount of {c} dollars. What does the "
+            "club pay?",
+            "A parking deck has {b} levels with {a} spaces per level. Repairs block {c} spaces. How many spaces "
+            "can be used?",
+            "There are {a} bags of {b} nails in the workshop. A carpenter uses {c} nails. How many nails remain "
+            "in the workshop?",
+            "{name} finds {a} coins a week and searches for {b} weeks. {name} sells {c} coins. How many coins "
+            "does {name} keep?",
+            "An orchard of {a} trees gives {b} apples per tree. Birds spoil {c} apples. Find the number of good "
+            "apples.",
+            "A baker needs {b} grams of flour for each of {a} cakes and already has {c} grams. How many grams "
+            "must the baker buy?",
+            "A tower has {a} steps on each of {b} stairs. {name} has climbed {c} steps. How many steps are left "
+            "to climb?",
+            "A company owes {b} payments of {a} pounds. It has paid {c} pounds. How many pounds does it still owe?",
+            "{b} classes of {a} pupils go on a trip, but {c} pupils are ill and stay at home. How many pupils go?",
+            "A jeweller strings {a} chains of {b} pearls. Later, {c} pearls are taken off again. How many "
+            "pearls are still on the chains?",
+            "A garage washes {a} cars a day for {b} days. It washes {c} of the cars for nothing. How many cars "
+            "are paid for?",
+            "{name} prepares {b} trays with {a} sandwiches each. The guests take {c} sandwiches. Calculate how "
+            "many sandwiches nobody takes.",
+            "A reservoir gets {a} litres an hour for {b} hours while the town uses {c} litres. By how many "
+            "litres does the reservoir rise?",
+            "The choreographer invites {a} groups of {b} dancers, and {c} dancers decline. How many dancers accept?",
+            "A bookshop orders {a} cartons of {b} calendars. At the end of the year {c} calendars are unsold. "
+            "How many calendars were sold?",
         ),
         "{a}+{b}-{c}": (
             "There are {a} cars in a garage. In the morning {b} cars arrive, and in the afternoon {c} cars leave. "
@@ -91,7 +178,7 @@ WORDINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "{name} picks {a} cherries on Monday and {b} cherries on Tuesday, and eats {c} cherries. How many "
             "cherries "
             "does {name} bring home?",
-            "A concert hall sells {a} tickets on the internet and {b} tickets at the door. {c} people do not come. "
+            "A concert hall sells {a} tickets on the internet and {b} tickets at the door. {c} people do not show up. "
             "How many people are in the hall?",
             "{name} collects {a} shells in the morning and {b} shells after lunch and loses {c} shells on the way "
             "home. How many shells does {name} have?",
@@ -99,6 +186,50 @@ WORDINGS: Mapping[str, Mapping[str, Sequence[str]]] = {
             "shepherd have in winter?",
             "A firm employs {a} people, hires {b} people and dismisses {c} people. How many people does it employ "
             "now?",
+            "A tram carries {a} people. At the market {b} people board and {c} people leave. How many people "
+            "are in the tram now?",
+            "{name} owns {a} cards, is given {b} cards and swaps away {c} cards. How many cards does {name} own "
+            "then?",
+            "A tank contains {a} litres. {name} pours in {b} litres and then takes out {c} litres. How many "
+            "litres does the tank contain?",
+            "On Monday a shop has {a} bicycles. It receives {b} bicycles and rents out {c} bicycles. How many "
+            "bicycles are in the shop?",
+            "A zoo keeps {a} birds. This year {b} birds hatch and {c} birds are moved to another zoo. How many "
+            "birds does it keep now?",
+            "The account of {name} shows {a} dollars. A payment of {b} dollars arrives, and a bill of {c} "
+            "dollars is paid. What does the account show?",
+            "There are {a} red and {b} blue balloons at the party. The wind carries off {c} balloons. How many "
+            "balloons stay?",
+            "{name} walks {a} metres to the post office, {b} metres further to the park and {c} metres back. "
+            "How many metres is {name} from home?",
+            "A balloon rises {a} metres, then another {b} metres, and sinks by {c} metres. At what height is it?",
+            "A kitchen holds {a} forks and {b} spoons. {c} of them are being washed. How many are in the drawer?",
+            "A school has {a} girls and {b} boys. Today {c} children are absent. How many children are present?",
+            "{name} bakes {a} muffins before lunch and {b} muffins after it. The neighbours receive {c} "
+            "muffins. How many muffins does {name} still have?",
+            "A hospital has {a} patients in the morning. During the day {b} patients are admitted and {c} "
+            "patients are discharged. How many patients does it have in the evening?",
+            "A printer had {a} sheets of paper. {name} adds {b} sheets and prints {c} sheets. How many sheets "
+            "of paper remain in the printer?",
+            "A lake has {a} ducks. In spring {b} ducks fly in, and in autumn {c} ducks fly away. Find the "
+            "number of ducks on the lake in winter.",
+            "The team scored {a} goals last season and {b} goals this season, but {c} goals were cancelled. How "
+            "many goals count?",
+            "{name} earns {a} pounds on Friday and {b} pounds on Saturday and pays {c} pounds for the rent. How "
+            "many pounds are left?",
+            "A depot stores {a} tyres. It buys {b} tyres, and mechanics fit {c} tyres. How many tyres does the "
+            "depot store after that?",
+            "{a} runners start the race in the first group and {b} in the second. {c} runners give up. How many "
+            "runners finish?",
+            "A camp has {a} tents. Volunteers put up {b} tents, and a storm tears down {c} tents. Calculate the "
+            "number of tents that stand.",
+            "A ship sails with {a} containers. In the next port it takes on {b} containers and unloads {c} "
+            "containers. How many containers does it carry?",
+            "A newspaper has {a} readers. It wins {b} new readers and {c} readers cancel. How many readers does "
+            "it have?",
+            "In a basket are {a} plums and {b} pears. The children take {c} pieces of fruit. How many pieces of "
+            "fruit are in the basket now?",
+            "{name} downloads {a} songs, then {b} songs, and deletes {c} of them. How many songs does {name} have?",
         ),
     },
     "test": {
