@@ -23,9 +23,9 @@ def allowed_operations(chain: Any) -> dict[str, bool]:
     calls, stop, leaf = bool(chain.pending_calls), chain.stop, chain.turn
     complete = leaf.kind in ("action", "forced") and bool(leaf.messages)
     return {
-        "sample": open and stop is None and not calls,
+        "sample": open and stop is None and not calls and not chain.user_due,
         "act": open and stop is None and calls,
-        "force": open and stop is None and not calls,
+        "force": open and stop is None and not calls and not chain.user_due,
         "observe": open and complete and stop in (None, "answered", "turn_tokens"),
         "edit": open and leaf.kind == "observation" and bool(leaf.tool_calls),
         "rewind": open and len(chain.turns) > 1,

@@ -10,6 +10,7 @@ from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import EngineError, SettingsError
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
+from agentfly_kit.types import Task
 
 
 class Engine(Displayable, ABC):
@@ -94,6 +95,30 @@ class Engine(Displayable, ABC):
 
     async def close(self) -> None:
         """Stop all running work and release resources. A closed VLLMEngine must be started again before further use."""
+
+
+def chat_for(engine: Engine, chat: Chat | None, caller: str) -> Chat | None:
+    """Return `chat` or, by default, that of the engine's policy. Raise SettingsError if the engine needs one."""
+    if not isinstance(engine, Engine):
+        raise SettingsError(f"engine must be an engine, such as af.OpenAIEngine(base_url, model), got {engine!r}")
+    chat = getattr(getattr(engine, "policy", None), "chat", None) if chat is None else chat
+    if chat is None and engine.tokens == "exact" and engine.author == "policy":
+        raise SettingsError(f"{engine!r} requires token ids: pass {caller}(..., chat=af.Chat(tokenizer))")
+    return chat
+
+
+async def sample_text(
+    engine: Engine, chat: Chat | None, question: Task, sampling: Sampling, seed: int, turn: int = 0
+) -> str:
+    """Sample a reply to the messages of a task that is not part of a chain, and return its text."""
+    session = f"{question.id} {seed}"
+    request = TurnRequest(question, turn, session, question.messages)
+    try:
+        ids = () if chat is None else chat.prompt(question.messages)
+        sample = await engine.sample(ids, sampling, seed, request=request)
+    finally:
+        engine.release(session)
+    return sample.text or "" if sample.ids is None or chat is None else str(chat.parse(sample.ids).content)
 
 
 def check_scorer(scorer: Chat, max_length: int, chat: Chat, needed: int, name: str = "teacher") -> None:
