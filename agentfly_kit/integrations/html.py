@@ -238,13 +238,13 @@ def rollout_diff(diff: RolloutDiff, limit: int = 8) -> str:
     """
 
     def show(pair: tuple[Trajectory, Trajectory]) -> str:
-        first = diff.first_difference(*pair)
+        task, first = pair[0].task, diff.first_difference(*pair)
         texts = [Code(t.turns[first].text if first is not None and first < len(t.turns) else "") for t in pair]
-        task = pair[0].task
-        title = f"<b>{escape(f'{task.id}/{pair[0].chain}')}</b>: {escape(task.messages[-1]['content'], 200)}"
-        head = ("", "reward", "no difference" if first is None else f"first difference: turn {first}")
-        rows = ((name, t.reward, text) for name, t, text in zip(("before", "after"), pair, texts, strict=True))
-        return f"<p style='margin:8px 0 2px'>{title}</p>{table(head, rows, 200)}"
+        rewards = " → ".join("–" if t.reward is None else f"{t.reward:.4g}" for t in pair)
+        where = "no difference" if first is None else f"first difference in turn {first}"
+        about = f"{escape(task.messages[-1]['content'], 200)} (reward {rewards}, {where})"
+        title = f"<p style='margin:8px 0 2px'><b>{escape(f'{task.id}/{pair[0].chain}')}</b>: {about}</p>"
+        return title + table((), zip(("before", "after"), texts, strict=True), 200)
 
     lists = "".join(
         details(
