@@ -297,7 +297,7 @@ def count_tasks(tasks: Sequence[Task], splits: Mapping[str, str]) -> str:
     """Return the number of tasks as text, with the number in each split if there are several splits."""
     counts = Counter(splits[task.id] for task in tasks if task.id in splits)
     per_split = f" ({', '.join(f'{n} {name}' for name, n in counts.items())})" if len(counts) > 1 else ""
-    return f"{len(tasks)} tasks{per_split}"
+    return f"{len(tasks)} task{'s' * (len(tasks) != 1)}{per_split}"
 
 
 def warn_about_success(records: Sequence[Mapping[str, float]]) -> None:

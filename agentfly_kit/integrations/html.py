@@ -232,28 +232,31 @@ def rollout(rollout: Rollout) -> str:
 
 
 def rollout_diff(diff: RolloutDiff, limit: int = 8) -> str:
-    """Return tables of chains that succeed in only one of two rollouts, with up to `limit` rows for each rollout."""
+    """Return the chains that succeed in only one of two rollouts, up to `limit` for each rollout.
 
-    def row(pair: tuple[Trajectory, Trajectory]) -> tuple[Any, ...]:
-        before, after = pair
-        first = diff.first_difference(before, after)
+    The texts of a pair are below each other, because a table with two columns of texts is too wide for a notebook.
+    """
+
+    def show(pair: tuple[Trajectory, Trajectory]) -> str:
+        task, first = pair[0].task, diff.first_difference(*pair)
         texts = [Code(t.turns[first].text if first is not None and first < len(t.turns) else "") for t in pair]
-        where = "nowhere" if first is None else f"turn {first}"
-        question = str(before.task.messages[-1]["content"])
-        return f"{before.task.id}/{before.chain}", question, before.reward, after.reward, where, *texts
+        rewards = " → ".join("–" if t.reward is None else f"{t.reward:.4g}" for t in pair)
+        where = "no difference" if first is None else f"first difference in turn {first}"
+        about = f"{escape(task.messages[-1]['content'], 200)} (reward {rewards}, {where})"
+        title = f"<p style='margin:8px 0 2px'><b>{escape(f'{task.id}/{pair[0].chain}')}</b>: {about}</p>"
+        return title + table((), zip(("before", "after"), texts, strict=True), 200)
 
-    head = ("chain", "task", "before", "after", "first difference", "before", "after")
-    tables = "".join(
+    lists = "".join(
         details(
             f"{name}: {len(pairs)}" + (f", the first {limit}" if len(pairs) > limit else ""),
-            table(head, map(row, pairs[:limit]), 200),
+            "".join(map(show, pairs[:limit])),
             is_open=True,
         )
         for name, pairs in (("gained", diff.gained), ("lost", diff.lost))
         if pairs
     )
-    note = "<p>� stands for bytes that are no complete character in UTF-8</p>" if "�" in tables else ""
-    return heading(diff) + (tables or "<p>no chain changed its outcome</p>") + note
+    note = "<p>� stands for bytes that are no complete character in UTF-8</p>" if "�" in lists else ""
+    return heading(diff) + (lists or "<p>no chain changed its outcome</p>") + note
 
 
 def batch(batch: Batch) -> str:
