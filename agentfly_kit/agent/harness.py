@@ -113,7 +113,7 @@ class HarnessChain(BaseChain):
 
     async def _advance(self) -> None:
         """Run the harness until it returns or a limit ends the chain."""
-        endpoint = Endpoint(self.reply, self.id, self._warn_once)
+        endpoint = Endpoint(self.reply, self.count_tokens, self.id, self._warn_once)
         running = asyncio.ensure_future(self.agent.harness.run(self.context, endpoint))
         limit = asyncio.ensure_future(self._limit_reached.wait())
         try:
@@ -244,7 +244,14 @@ class HarnessChain(BaseChain):
                     where = "chat" if isinstance(error, ChatTemplateError) else "engine"
                     self._end("error", Failure.from_exception(where, error))
             self._check_running()
-            return self._to_reply(turn)
+            return self._to_reply(turn, sampling.stop)
+
+    def count_tokens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> int:
+        """Return the number of tokens of the prompt if `reply` were called; 0 with a text-only engine."""
+        self._check_running()
+        with validating():
+            plain, schemas = plain_messages(messages, self._call_ids), plain_tools(tools)
+        return self._count_tokens(plain, schemas)
 
     def _check_running(self) -> None:
         if self.stop is not None or self.closed:
@@ -256,7 +263,7 @@ class HarnessChain(BaseChain):
     ) -> Turn:
         if self.actions >= self.agent.max_turns:
             return self._end("max_turns")
-        await encode_long(messages, lambda: self._encode_ahead(messages, tools))
+        await encode_long(messages, lambda: self._count_tokens(messages, tools))
         row = self._continue_row(messages, tools)
         self._schemas, self.author = tools, author
         self._session = f"{self._base_session}/{row.index}"
@@ -269,14 +276,21 @@ class HarnessChain(BaseChain):
             row.segments.append(Segment((message_key(turn.messages[0]),), len(self.ids), True))
         return turn
 
-    def _encode_ahead(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> None:
-        """Encode the messages that `_continue_row` encodes later, without changing the chain."""
+    def _count_tokens(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> int:
+        """Encode messages as `_continue_row` does, which finds them in a cache afterwards, and count the token ids."""
         match, chat = find_match(self._rows, messages, tools), self.agent.chat
         new = () if match is None else messages[match.messages :]
-        if self.agent.exact and (match is None or chat.needs_rerender(new)):
-            chat.prompt(messages, tools, trusted=("system",))
-        elif self.agent.exact:
-            chat.observation_ids(new, tools)
+        if not self.agent.exact:
+            return 0
+        if match is None or chat.needs_rerender(new):
+            return len(chat.prompt(messages, tools, trusted=("system",)))
+        prefix = self._prefix(match)
+        return len(prefix) + len(chat.observation_ids(new, tools, after=prefix))
+
+    def _prefix(self, match: Match) -> tuple[int, ...]:
+        """Return the token ids of a row up to the matched action."""
+        path = [turn for turn in self.turn.path if turn.row == match.row.index]
+        return tuple(i for turn in path for i in turn.ids or ())[: match.row.segments[match.segments - 1].end]
 
     def _continue_row(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> ConversationRow:
         """Append the new messages to the row that they continue, or start a new row. Return the row."""
@@ -321,7 +335,7 @@ class HarnessChain(BaseChain):
         history = tuple(message for turn in path for message in turn.messages)[: match.messages]
         fields: dict[str, Any]
         if agent.exact:
-            prefix = tuple(i for turn in path for i in turn.ids or ())[: row.segments[match.segments - 1].end]
+            prefix = self._prefix(match)
             fields = token_fields(agent, (*prefix, *agent.chat.observation_ids(new, tools, after=prefix)))
         else:
             fields = text_fields(agent, (*history, *new))
@@ -387,8 +401,9 @@ class HarnessChain(BaseChain):
         # After an answer or a truncated action, the harness may continue the chain.
         return None if stop in ("answered", "turn_tokens") else stop
 
-    def _to_reply(self, turn: Turn) -> Reply:
+    def _to_reply(self, turn: Turn, stops: Sequence[str]) -> Reply:
         message = turn.messages[0]
+        found = [(at, stop) for stop in stops if turn.stop == "string" and (at := turn.text.find(stop)) >= 0]
         calls = []
         for i, call in enumerate(turn.tool_calls):
             origin = hashlib.blake2b(f"{self.id} {turn.row} {self.actions}".encode(), digest_size=4).hexdigest()
@@ -400,6 +415,7 @@ class HarnessChain(BaseChain):
             thinking=message.get("thinking"),
             calls=tuple(calls),
             finish="length" if turn.stop == "length" else "tool_calls" if calls else "stop",
+            stop_string=min(found)[1] if found else None,
             prompt_tokens=len(self.ids) - turn.num_tokens,
             tokens=tuple(zip(turn.token_texts or (), turn.logprobs or (), strict=False)),
             completion_tokens=turn.num_tokens,
