@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from agentfly_kit.endpoint.reply import Reply, RequestError, validating
-from agentfly_kit.endpoint.request import Request, Response, Sampler, function_call, make_request, sse, usage
+from agentfly_kit.endpoint.request import (
+    Request,
+    Response,
+    Sampler,
+    chunk_events,
+    function_call,
+    head,
+    make_request,
+    usage,
+)
 
 _UNSUPPORTED = ("functions", "function_call", "audio", "modalities", "prediction")
 
@@ -32,43 +40,36 @@ def read_request(body: Mapping[str, Any]) -> Request:
 
 def completion(request: Request, replies: list[Reply], answer_id: str) -> dict[str, Any]:
     """Return the response to a request as a chat completion object."""
-    return {
-        **_head(answer_id, "chat.completion", request.model),
-        "choices": [
-            {
-                "index": i,
-                "message": reply_message(reply),
-                "finish_reason": reply.finish,
-                "logprobs": _logprobs(reply) if request.body.get("logprobs") else None,
-            }
-            for i, reply in enumerate(replies)
-        ],
-        "usage": usage(replies),
-    }
+    choices = [
+        {"index": i, "message": reply_message(reply), "finish_reason": reply.finish, "logprobs": logprobs}
+        for i, (reply, logprobs) in enumerate(_with_logprobs(request, replies))
+    ]
+    begin = head(f"chatcmpl-{answer_id}", "chat.completion", request.model)
+    return {**begin, "choices": choices, "usage": usage(replies)}
 
 
 def chunks(request: Request, replies: list[Reply], answer_id: str) -> Iterator[str]:
-    """Yield the response as server-sent events, with the whole text of a message in one event."""
-
-    def event(choices: list[dict[str, Any]], **more: Any) -> str:
-        return sse({**_head(answer_id, "chat.completion.chunk", request.model), "choices": choices, **more})
-
-    for i, reply in enumerate(replies):
+    """Return the response as server-sent events, with the whole text of a message in one event."""
+    choices: list[dict[str, Any]] = []
+    for i, (reply, logprobs) in enumerate(_with_logprobs(request, replies)):
         delta = reply_message(reply)
         calls = delta.pop("tool_calls", None)
         if calls:
             delta["tool_calls"] = [{"index": k, **call} for k, call in enumerate(calls)]
-        logprobs = _logprobs(reply) if request.body.get("logprobs") else None
-        yield event([{"index": i, "delta": delta, "finish_reason": None, "logprobs": logprobs}])
-        yield event([{"index": i, "delta": {}, "finish_reason": reply.finish}])
-    options = request.body.get("stream_options")
-    if isinstance(options, Mapping) and options.get("include_usage"):
-        yield event([], usage=usage(replies))
-    yield "data: [DONE]\n\n"
+        choices.append({"index": i, "delta": delta, "finish_reason": None, "logprobs": logprobs})
+        choices.append({"index": i, "delta": {}, "finish_reason": reply.finish})
+    begin = head(f"chatcmpl-{answer_id}", "chat.completion.chunk", request.model)
+    return chunk_events(request, begin, choices, replies)
 
 
-def _head(answer_id: str, kind: str, model: str) -> dict[str, Any]:
-    return {"id": f"chatcmpl-{answer_id}", "object": kind, "created": int(time.time()), "model": model}
+def _with_logprobs(request: Request, replies: list[Reply]) -> Iterator[tuple[Reply, dict[str, Any] | None]]:
+    """Yield each reply with its logprobs if they are requested."""
+    for reply in replies:
+        content = [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
+            for text, logprob in reply.tokens
+        ]
+        yield reply, {"content": content} if request.body.get("logprobs") else None
 
 
 def reply_message(reply: Reply) -> dict[str, Any]:
@@ -79,15 +80,6 @@ def reply_message(reply: Reply) -> dict[str, Any]:
     if reply.calls:
         message["tool_calls"] = [function_call(call.id, call.name, call.arguments) for call in reply.calls]
     return message
-
-
-def _logprobs(reply: Reply) -> dict[str, Any]:
-    return {
-        "content": [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
-            for text, logprob in reply.tokens
-        ]
-    }
 
 
 async def answer(body: Mapping[str, Any], sample: Sampler, answer_id: str) -> Response:

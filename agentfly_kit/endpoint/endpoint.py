@@ -13,7 +13,7 @@ from importlib.metadata import distributions
 from typing import Any
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.endpoint import completions, messages, responses
+from agentfly_kit.endpoint import completions, messages, responses, text_completions
 from agentfly_kit.endpoint.reply import Reply, RequestError, validating
 from agentfly_kit.endpoint.request import MODEL, Request, Response, usage
 from agentfly_kit.endpoint.server import KEY_PREFIX, Server
@@ -175,6 +175,8 @@ class Endpoint(Displayable):
         answer_id = f"{self.api_key[-8:]}{self._answers}"
         if path.endswith("/chat/completions"):
             return await completions.answer(body, self._sample, answer_id)
+        if path.endswith("/completions"):
+            return await text_completions.answer(body, self._sample, answer_id)
         if path.endswith("/responses"):
             return await responses.answer(body, self._sample, answer_id, self._earlier)
         if path.endswith("/messages"):
@@ -183,13 +185,14 @@ class Endpoint(Displayable):
             with validating():
                 request = messages.read_request(body)
             return {"input_tokens": self._count_tokens(request.messages, request.tools)}
-        raise RequestError(f"{path} is not supported; use /chat/completions, /responses or /messages", status=404)
+        text = f"{path} is not supported; use /chat/completions, /completions, /responses or /messages"
+        raise RequestError(text, status=404)
 
     async def _sample(self, request: Request) -> list[Reply]:
         for key, text in request.warnings:
             self._warn(key, text)
-        settings = {"author": request.author, "max_tokens": request.max_tokens, "stop": request.stop}
-        replies = [await self._reply(request.messages, request.tools, **settings) for _ in range(request.n)]
+        given = {name: getattr(request, name) for name in ("prompt", "author", "max_tokens", "stop")}
+        replies = [await self._reply(request.messages, request.tools, **given) for _ in range(request.n)]
         counts = usage(replies)
         self.usage.requests += 1
         self.usage.prompt_tokens += counts["prompt_tokens"]

@@ -39,6 +39,7 @@ class Reply:
         stop_string: The stop string that ended the action, or None.
         prompt_tokens, completion_tokens: Number of tokens; 0 with a text-only engine.
         tokens: Text and logprob of each sampled token.
+        prompt_ids, ids: Token ids of the prompt and of the action.
     """
 
     text: str
@@ -49,6 +50,8 @@ class Reply:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     tokens: tuple[tuple[str, float], ...] = field(default=(), repr=False)
+    prompt_ids: tuple[int, ...] = field(default=(), repr=False)
+    ids: tuple[int, ...] = field(default=(), repr=False)
 
 
 class RequestError(AgentFlyError):

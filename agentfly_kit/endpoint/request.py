@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,7 +18,10 @@ _IGNORED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequ
 
 @dataclass(frozen=True)
 class Request:
-    """Parsed request. `warnings` contains a pair (name, warning) for each ignored parameter of `body`."""
+    """Parsed request. `warnings` contains a pair (name, warning) for each ignored parameter of `body`.
+
+    `prompt` is text or token ids in place of messages.
+    """
 
     body: Mapping[str, Any]
     messages: Sequence[Any]
@@ -27,6 +31,7 @@ class Request:
     stop: tuple[str, ...]
     n: int
     warnings: tuple[tuple[str, str], ...]
+    prompt: str | Sequence[int] | None = None
 
     @property
     def stream(self) -> bool:
@@ -50,8 +55,9 @@ def make_request(
     *limits: str,
     stop: str | Sequence[str] | None = None,
     n: Any = None,
+    prompt: str | Sequence[int] | None = None,
 ) -> Request:
-    """Return a request for the given messages and tools. `limits` are the names of its maximum number of tokens.
+    """Return a request for messages and tools, or a prompt. `limits` are the names of its maximum number of tokens.
 
     Raises:
         RequestError: if `n` is invalid.
@@ -68,6 +74,7 @@ def make_request(
         stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
         n=n,
         warnings=tuple(_ignored(body)),
+        prompt=prompt,
     )
 
 
@@ -110,6 +117,23 @@ def function_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
 def sse(data: Mapping[str, Any], name: str | None = None) -> str:
     """Format one server-sent event. `name` is the type of the event."""
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"
+
+
+def head(id: str, kind: str, model: str) -> dict[str, Any]:
+    """Return the first fields of a response of the APIs that end in /completions."""
+    return {"id": id, "object": kind, "created": int(time.time()), "model": model}
+
+
+def chunk_events(
+    request: Request, head: Mapping[str, Any], choices: Iterable[dict[str, Any]], replies: list[Reply]
+) -> Iterator[str]:
+    """Yield one server-sent event for each choice, the token counts if they are requested, and the end."""
+    for choice in choices:
+        yield sse({**head, "choices": [choice]})
+    options = request.body.get("stream_options")
+    if isinstance(options, Mapping) and options.get("include_usage"):
+        yield sse({**head, "choices": [], "usage": usage(replies)})
+    yield "data: [DONE]\n\n"
 
 
 def usage(replies: Iterable[Reply]) -> dict[str, int]:
