@@ -141,6 +141,11 @@ class Match:
     def at_leaf(self) -> bool:
         return self.segments == len(self.row.segments)
 
+    @property
+    def end(self) -> int:
+        """Number of token ids of the row up to the matched action."""
+        return self.row.segments[self.segments - 1].end
+
 
 def find_match(
     rows: Sequence[ConversationRow], messages: Sequence[Message], tools: Sequence[dict[str, Any]]
