@@ -150,7 +150,8 @@ def _trl() -> Check:
 
 # Frameworks whose unmodified agents were tested as `Agent(harness=...)`; see docs/any_agent.md.
 _FRAMEWORKS = (
-    "openai", "langchain", "langgraph", "openai-agents", "pydantic-ai-slim", "autogen-agentchat", "smolagents"
+    "openai", "anthropic", "langchain", "langgraph", "openai-agents", "pydantic-ai-slim", "autogen-agentchat",
+    "smolagents",
 )  # fmt: skip
 
 

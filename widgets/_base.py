@@ -161,7 +161,7 @@ class View(anywidget.AnyWidget):
             return
         message_type, page = content.get("kind"), content["page"]
         if message_type == "set":
-            self._set_trait(content.get("name"), content.get("value"))
+            self._set_trait(content.get("name"), content.get("value"), page)
             return
         if message_type == "do":
             self._handle_action(content.get("name"), content.get("value"), content.get("n"))
@@ -178,7 +178,7 @@ class View(anywidget.AnyWidget):
         elif was_open and not self.is_open:
             self._on_last_page_closed()
 
-    def _set_trait(self, name: Any, value: Any) -> None:
+    def _set_trait(self, name: Any, value: Any, page: str) -> None:
         """Set a trait as requested by the page. If the value is rejected, keep the old value and show the error."""
         if name not in self.settable:
             return
@@ -186,6 +186,8 @@ class View(anywidget.AnyWidget):
             # Do not echo an accepted value: the page may have changed it in the meantime.
             with self._lock_property(**{name: value}):
                 setattr(self, name, value)
+            if len(self._pages) > 1:  # other browsers may show the view
+                self.send({"kind": "set", "page": page, "name": name, "value": self.get_state([name])[name]})
         except (ValueError, TypeError, traitlets.TraitError) as error:
             self._notice = sendable(str(error))
             self.send_state(name)

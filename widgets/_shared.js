@@ -142,6 +142,8 @@ function showLive(notebook, outputs, id) {
 
 // --- page ---
 
+// Identifies the browser window, because Python tells all pages of a view which trait one of them has set.
+const WINDOW = (globalThis[Symbol.for("agentfly_kit.window")] ??= crypto.randomUUID?.() ?? String(Math.random()));
 const PATIENCE = 1000; // milliseconds after which a click without an answer is reported
 
 const marks = (text) => readable(text).map((part) => (part.hidden ? h("span", { class: "afk-ctl" }, part.hidden) : part.text));
@@ -152,6 +154,11 @@ export function h(name, attributes = {}, ...children) {
   setAll(el, attributes);
   el.append(...children.filter((c) => c !== null && c !== undefined));
   return el;
+}
+
+/** Elements for images given as [source, description]. The source is empty if there is no preview. */
+export function pictures(list) {
+  return (list ?? []).map(([src, alt]) => (src ? h("img", { src, alt, class: "afk-img" }) : h("span", { class: "afk-soft" }, alt)));
 }
 
 export function s(name, attributes = {}, ...children) {
@@ -172,7 +179,7 @@ function setAll(el, attributes) {
 /** Common setup of all views: frame, notice, key isolation, listener cleanup, and open and close messages to Python. */
 export function mount({ model, el }, { label, build }) {
   const began = performance.now();
-  const page = crypto.randomUUID?.() ?? String(Math.random());
+  const page = `${WINDOW} ${Math.random()}`;
   const root = h("div", { class: "afk", role: "group", "aria-label": label, "data-lm-suppress-shortcuts": "true" });
   const notice = h("div", { class: "afk-notice", role: "alert" });
   const stale = h("div", { class: "afk-stale", role: "status", hidden: true });
@@ -191,9 +198,12 @@ export function mount({ model, el }, { label, build }) {
     [...clicks.keys()].forEach(answered);
     for (const f of losses) f();
   }
-  const begun = (message) => { if (message?.kind === "begun") answered(message.click); };
-  model.on("msg:custom", begun);
-  ends.push(() => model.off("msg:custom", begun), () => [...clicks.keys()].forEach(answered));
+  const receive = (message) => {
+    if (message?.kind === "begun") answered(message.click);
+    if (message?.kind === "set" && !message.page.startsWith(WINDOW)) model.set(message.name, message.value);
+  };
+  model.on("msg:custom", receive);
+  ends.push(() => model.off("msg:custom", receive), () => [...clicks.keys()].forEach(answered));
   // The widget manager triggers this event on every model after a kernel restart, but does not set its CSS class.
   const restarted = () => dead();
   model.on("comm_live_update", restarted);

@@ -168,14 +168,14 @@ def warn_or_log(text: str) -> None:
 
 def pending_call(function: Callable[P, Coroutine[Any, Any, T]]) -> Callable[P, PendingCall[T]]:
     """Decorate an `async def` function so that it returns a `PendingCall`. Argument and result types are preserved."""
-    name = f"{function.__qualname__.split('.<locals>.')[-1]}(...)"
-    head, _, tail = name.partition(".")
-    # Display chain.step(...) instead of BaseChain.step(...).
-    display_name = f"{head.removeprefix('Base').lower()}.{tail}" if tail else name
+    name = function.__qualname__.split(".<locals>.")[-1]
+    method = name.partition(".")[2]
 
     @checks_keywords
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> PendingCall[T]:
-        return PendingCall(display_name, lambda: function(*args, **kwargs))
+        # Name a method after the class of its object, because `Chain` inherits methods.
+        shown = f"{type(args[0]).__name__.lower()}.{method}" if method else name
+        return PendingCall(f"{shown}(...)", lambda: function(*args, **kwargs))
 
     return call

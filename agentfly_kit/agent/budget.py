@@ -172,7 +172,13 @@ def stop_after_action(agent: AgentSettings, turn: Turn, limit: int, limited_by: 
             return "context_full"
         at_limit = agent.max_tokens is not None and action_tokens(turn) >= agent.max_tokens
         return limited_by or ("chain_tokens" if at_limit else "turn_tokens")
-    return None if turn.tool_calls or nudge_after(agent, turn) is not None else "answered"
+    goes_on = turn.tool_calls or user_replies(agent, turn) or nudge_after(agent, turn) is not None
+    return None if goes_on else "answered"
+
+
+def user_replies(agent: AgentSettings, action: Turn) -> bool:
+    """Return True if the agent's `user` replies to an action without a tool call."""
+    return agent.user is not None and action.actions < agent.max_turns
 
 
 def nudge_after(agent: AgentSettings, action: Turn) -> str | None:

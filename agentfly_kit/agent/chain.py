@@ -33,12 +33,12 @@ from agentfly_kit.agent.turns import (
     with_exception_text,
     with_turn_rewards,
 )
-from agentfly_kit.errors import EngineError, SettingsError
+from agentfly_kit.errors import EngineError, SettingsError, check_instance
 from agentfly_kit.rewards import Score
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
 from agentfly_kit.success import record_success
 from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
-from agentfly_kit.types import Failure, ToolCall, Turn
+from agentfly_kit.types import Failure, Message, ToolCall, Turn, images_of
 
 
 class BaseChain(ChainState):
@@ -118,7 +118,10 @@ class BaseChain(ChainState):
         # End the chain if its token limit or the context length leaves no room for another action.
         left = math.inf if agent.max_tokens is None else agent.max_tokens - action_tokens(self.turn)
         room = agent.engine.max_length - len(ids)
-        if left < 1 or room <= 1:
+        messages = tuple(m for turn in self.turn.row_path for m in turn.messages)
+        if images := images_of(messages):
+            agent.check_images(self.task, messages)
+        if left < 1 or room <= 1 or len(images) > agent.engine.images:
             return self._end_before_action("chain_tokens" if left < 1 else "context_full")
         if left < sampling.max_tokens:
             sampling = sampling.replace(max_tokens=int(left))
@@ -134,7 +137,6 @@ class BaseChain(ChainState):
                 self.has_sampled = True
                 with self._reporting("turn", "sampling", index) as event:
                     seed = self._action_seed(attempt)
-                    messages = tuple(m for turn in self.turn.row_path for m in turn.messages)
                     request = TurnRequest(self.task, index, self._session, messages, self._schemas)
                     sample = await agent.engine.sample(ids, sampling, seed, request=request)
                     turn = self._action_turn(sample, sampling, seed)
@@ -197,7 +199,7 @@ class LoopChain(BaseChain):
             self._context_used_at = self.turn
             await call_hook(agent.before_turn, self)
         # Do not sample if `before_turn` has ended the chain or forced an action.
-        if self.stop is None and not self.pending_calls:
+        if self.stop is None and not self.pending_calls and not self.user_due:
             action = await (sample or self.sample)()
             # Not `self.turn`, because a nudge may already follow the action.
             follows_observation = action.parent is not None and action.parent.kind == "observation"
@@ -207,10 +209,14 @@ class LoopChain(BaseChain):
                 await call_hook(agent.on_context_full, self)
         if self.stop is None and self.pending_calls:
             await self.act()
-            if self.stop is None and (count := await call_hook(agent.after_observation, self)):
-                if self.hooks.spawn is None:
-                    raise SettingsError("after_observation requested forks of a chain that is not in a rollout")
-                await self.hooks.spawn(self, count)
+        elif self.user_due:
+            await self.ask_user()
+        else:
+            return
+        if self.stop is None and (count := await call_hook(agent.after_observation, self)):
+            if self.hooks.spawn is None:
+                raise SettingsError("after_observation requested forks of a chain that is not in a rollout")
+            await self.hooks.spawn(self, count)
 
     def _compacting_can_help(self) -> bool:
         """Return True if the context is full and the current row contains turns other than its prompt."""
@@ -262,6 +268,8 @@ class LoopChain(BaseChain):
     def _check_action_due(self) -> None:
         if self.pending_calls:
             raise SettingsError("the last tool calls have not run yet; call chain.act() or chain.observe(text) first")
+        if self.user_due:
+            raise SettingsError("the user has not replied yet; await chain.ask_user() or call chain.observe(text)")
         if self.stop == "answered":
             raise SettingsError("the chain has answered; chain.finish() scores it, chain.observe(text) continues it")
 
@@ -311,9 +319,28 @@ class LoopChain(BaseChain):
         return self._append_observation(turn)
 
     @pending_call
+    async def ask_user(self) -> Turn:
+        """Ask the agent's `user` for a reply to the last action, append it as an observation, and return the last turn.
+
+        If the user does not reply, the chain ends with "answered".
+        """
+        with self._exclusive("ask_user"):
+            if not self.user_due:
+                raise SettingsError("the user has nothing to reply to: it replies to an action without a tool call")
+            await self.hooks.gate()
+            reply = await call_hook(self.agent.user, self)
+            if reply is None:
+                return self._end("answered")
+            check_instance("the reply of user", reply, str, "a string or None")
+            message: Message = {"role": "user", "content": reply}
+            return self._append_observation(observation_turn(self.agent, self.turn, [message], "user"))
+
+    @pending_call
     async def step(self, greedy: bool = False) -> Turn:
-        """Sample an action, run its tool calls, and return the last turn."""
+        """Sample an action, run its tool calls or get the user's reply, and return the last turn."""
         turn = await self.sample(greedy)
+        if self.user_due:
+            return await self.ask_user()
         return await self.act() if self.stop is None and self.pending_calls else turn
 
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentfly_kit._async.pending_call import pending_call
+from agentfly_kit.agent.budget import user_replies
 from agentfly_kit.agent.chain import BaseChain, LoopChain
 from agentfly_kit.agent.progress import ChainHooks, ChainKey
 from agentfly_kit.agent.rollout import Rollout
@@ -107,7 +108,7 @@ class Chain(LoopChain):
         with self._exclusive("force"):
             self._check_prepared("force")
             agent, chat = self.agent, self.agent.chat
-            if self.pending_calls or self.stop == "answered":
+            if self.pending_calls or self.user_due or self.stop == "answered":
                 raise SettingsError(
                     "the last action is complete; call chain.act(), chain.observe() or chain.rewind() first"
                 )
@@ -132,7 +133,8 @@ class Chain(LoopChain):
                 **token_fields(agent, ids),
                 **fields,
             )
-            return self._append(turn, "answered" if end and not turn.tool_calls else None)
+            goes_on = not end or turn.tool_calls or user_replies(agent, turn)
+            return self._append(turn, None if goes_on else "answered")
 
     def observe(self, text: str, *, author: str = "person") -> Turn:
         """Append `text` as the observation of the last action.
@@ -225,7 +227,8 @@ class Chain(LoopChain):
         stop = None
         if target.completes_action:
             # A truncated action is not an answer, and its tool calls are not run.
-            stop = "turn_tokens" if target.stop == "length" else None if target.tool_calls else "answered"
+            goes_on = target.tool_calls or user_replies(self.agent, target)
+            stop = "turn_tokens" if target.stop == "length" else None if goes_on else "answered"
         self._append(target, stop)
         if target.kind == "observation" and target.ids == ():
             self._append_observation(target)  # the target has no ids, because it ended the chain or a row

@@ -114,6 +114,12 @@ class ChainState(Displayable):
         return self.turn.tool_calls if self.turn.kind in ("action", "forced") else ()
 
     @property
+    def user_due(self) -> bool:
+        """True if the last action called no tool and the agent's `user` has not replied to it yet."""
+        last = self.turn
+        return self.stop is None and self.agent.user is not None and last.completes_action and not last.tool_calls
+
+    @property
     def never_started(self) -> bool:
         """True if a shared budget stopped the chain before its first sample."""
         return self.stop in BUDGET_STOPS and not self.has_sampled and self.turn.kind == "prompt"
@@ -174,6 +180,7 @@ class ChainState(Displayable):
 
     def _append_observation(self, turn: Turn) -> Turn:
         """Encode an observation that does not end the chain, and append it; see `encode_observation`."""
+        self.agent.check_images(self.task, turn.messages)
         encoded, leaf = encode_observation(self.agent, turn)
         self._append(leaf)
         return encoded

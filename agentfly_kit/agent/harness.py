@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from agentfly_kit import seeds
+from agentfly_kit._async import threads
 from agentfly_kit._async.pending_call import cancelling, pending_call, wait_all, warn_or_log
 from agentfly_kit.agent.budget import stop_after_action
 from agentfly_kit.agent.chain import BaseChain
@@ -36,10 +37,12 @@ from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.context import Context, Fields
 from agentfly_kit.tools.injection import InjectedFunction
 from agentfly_kit.tools.results import to_text
-from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn
+from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn, text_of
 
 # Maximum time in seconds to wait for a cancelled harness to clean up.
 _CANCEL_SECONDS = 5.0
+# Value of `ConversationRow.tools` of rows that begin with text or ids. No row of messages has it.
+_PLAIN = "plain"
 
 
 class Harness(InjectedFunction[..., Any]):
@@ -86,6 +89,8 @@ class HarnessChain(BaseChain):
         # Number of actions sampled for each prompt, so that repeated requests get different seeds.
         self._asked: Counter[str] = Counter()
         self._action_key = ""
+        # Whether the current request has a prompt of text or ids, so that its action is not parsed.
+        self._is_plain = False
         # Maps each tool call id sent to the client to the id and name of the call in the chain.
         self._call_ids: dict[str, tuple[str, str]] = {}
         self._in_order = asyncio.Lock()
@@ -113,7 +118,7 @@ class HarnessChain(BaseChain):
 
     async def _advance(self) -> None:
         """Run the harness until it returns or a limit ends the chain."""
-        endpoint = Endpoint(self.reply, self.id, self._warn_once)
+        endpoint = Endpoint(self.reply, self.count_tokens, self.id, self._warn_once)
         running = asyncio.ensure_future(self.agent.harness.run(self.context, endpoint))
         limit = asyncio.ensure_future(self._limit_reached.wait())
         try:
@@ -158,7 +163,7 @@ class HarnessChain(BaseChain):
     def _answer(self, text: str | None) -> None:
         """End the chain with the answer `text`, which the harness returned, or the last action if `text` is None."""
         last = self.turns[-1].messages[-1]
-        if text is None or (last["role"], last["content"], last.get("tool_calls")) == ("assistant", text, None):
+        if text is None or (last["role"], text_of(last), last.get("tool_calls")) == ("assistant", text, None):
             self._end("answered")
             return
         message: Message = {"role": "assistant", "content": text}
@@ -183,6 +188,7 @@ class HarnessChain(BaseChain):
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] = (),
         *,
+        prompt: str | Sequence[int] | None = None,
         author: str | None = None,
         max_tokens: int | None = None,
         stop: Sequence[str] = (),
@@ -196,6 +202,8 @@ class HarnessChain(BaseChain):
         Args:
             messages: the whole conversation, as in the OpenAI API.
             tools: schemas of the tools that the model may call.
+            prompt: text or token ids that replace the messages. If it begins with the ids of the row of an earlier
+                prompt, it continues this row. The reply is not parsed.
             author: author recorded for the action; by default the agent's name.
             max_tokens: maximum number of tokens; `Sampling.max_tokens` of the agent applies if it is smaller.
             stop: additional stop strings.
@@ -204,7 +212,7 @@ class HarnessChain(BaseChain):
             SettingsError, RequestError: if the messages or tools are malformed or contain something other than text.
             ChainEnded: if a limit has ended the chain, or the engine failed. Its attribute `stop` is the stop reason.
         """
-        task = asyncio.ensure_future(self._serve(messages, tools, author, max_tokens, tuple(stop)))
+        task = asyncio.ensure_future(self._serve(messages, tools, prompt, author, max_tokens, tuple(stop)))
         self._serving.add(task)
         try:
             return await task
@@ -221,6 +229,7 @@ class HarnessChain(BaseChain):
         self,
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]],
+        prompt: str | Sequence[int] | None,
         author: str | None,
         max_tokens: int | None,
         stop: tuple[str, ...],
@@ -228,15 +237,18 @@ class HarnessChain(BaseChain):
         async with self._in_order:
             self._check_running()
             sampling = self.agent.sampling
+            plain: tuple[Message, ...] = ()
             with validating():
-                plain, schemas = plain_messages(messages, self._call_ids), plain_tools(tools)
+                if prompt is None:
+                    plain = plain_messages(messages, self._call_ids)
+                schemas = plain_tools(tools)
                 sampling = sampling.replace(
                     max_tokens=min(sampling.max_tokens, max_tokens or sampling.max_tokens),
                     stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
                 )
             with self._exclusive("reply"):
                 try:
-                    turn = await self._next_action(plain, schemas, author or self.agent.name, sampling)
+                    turn = await self._next_action(plain, schemas, prompt, author or self.agent.name, sampling)
                 except (asyncio.CancelledError, SettingsError, RequestError, RecursionError):
                     raise  # the request is invalid or too deeply nested; the chain continues
                 except Exception as error:
@@ -244,7 +256,14 @@ class HarnessChain(BaseChain):
                     where = "chat" if isinstance(error, ChatTemplateError) else "engine"
                     self._end("error", Failure.from_exception(where, error))
             self._check_running()
-            return self._to_reply(turn)
+            return self._to_reply(turn, sampling.stop)
+
+    def count_tokens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> int:
+        """Return the number of tokens of the prompt if `reply` were called; 0 with a text-only engine."""
+        self._check_running()
+        with validating():
+            plain, schemas = plain_messages(messages, self._call_ids), plain_tools(tools)
+        return self._count_tokens(plain, schemas)
 
     def _check_running(self) -> None:
         if self.stop is not None or self.closed:
@@ -252,12 +271,21 @@ class HarnessChain(BaseChain):
             raise ChainEnded(self.stop or "cancelled", str(self.error) if self.error else "")
 
     async def _next_action(
-        self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...], author: str, sampling: Sampling
+        self,
+        messages: tuple[Message, ...],
+        tools: tuple[dict[str, Any], ...],
+        prompt: str | Sequence[int] | None,
+        author: str,
+        sampling: Sampling,
     ) -> Turn:
         if self.actions >= self.agent.max_turns:
             return self._end("max_turns")
-        await encode_long(messages, lambda: self._encode_ahead(messages, tools))
-        row = self._continue_row(messages, tools)
+        self._is_plain = prompt is not None
+        if prompt is None:
+            await encode_long(messages, lambda: self._count_tokens(messages, tools))
+            row = self._continue_row(messages, tools)
+        else:
+            row = self._continue_ids(await threads.call(self._encode_prompt, prompt))
         self._schemas, self.author = tools, author
         self._session = f"{self._base_session}/{row.index}"
         digest = hashlib.blake2b(json.dumps([self.ids, messages if not self.ids else 0]).encode(), digest_size=16)
@@ -269,14 +297,19 @@ class HarnessChain(BaseChain):
             row.segments.append(Segment((message_key(turn.messages[0]),), len(self.ids), True))
         return turn
 
-    def _encode_ahead(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> None:
-        """Encode the messages that `_continue_row` encodes later, without changing the chain."""
+    def _count_tokens(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> int:
+        """Encode messages as `_continue_row` does, which finds them in a cache afterwards, and count the token ids."""
         match, chat = find_match(self._rows, messages, tools), self.agent.chat
         new = () if match is None else messages[match.messages :]
-        if self.agent.exact and (match is None or chat.needs_rerender(new)):
-            chat.prompt(messages, tools, trusted=("system",))
-        elif self.agent.exact:
-            chat.observation_ids(new, tools)
+        if not self.agent.exact:
+            return 0
+        if match is None or chat.needs_rerender(new):
+            return len(chat.prompt(messages, tools, trusted=("system",)))
+        prefix = self._row_ids(match.row)[: match.end]
+        return len(prefix) + len(chat.observation_ids(new, tools, after=prefix))
+
+    def _row_ids(self, row: ConversationRow) -> tuple[int, ...]:
+        return tuple(i for turn in self.turn.path if turn.row == row.index for i in turn.ids or ())
 
     def _continue_row(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> ConversationRow:
         """Append the new messages to the row that they continue, or start a new row. Return the row."""
@@ -297,7 +330,7 @@ class HarnessChain(BaseChain):
         row = match.row
         if not match.at_leaf:
             return self._branch(match, new, tools)
-        leaf = next(turn for turn in reversed(self.turn.path) if turn.row == row.index)
+        leaf = self._leaf(row)
         turn = self._observation(leaf, new, row.index)
         if self.agent.exact:
             ids = self.agent.chat.observation_ids(new, tools, after=leaf.ids or ())
@@ -306,13 +339,44 @@ class HarnessChain(BaseChain):
         row.segments.append(Segment(tuple(map(message_key, new)), len(self.ids), False))
         return row
 
+    def _leaf(self, row: ConversationRow) -> Turn:
+        return next(turn for turn in reversed(self.turn.path) if turn.row == row.index)
+
+    def _encode_prompt(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
+        """Return the ids of a prompt without messages. As in other servers, text begins with the tokenizer's BOS."""
+        chat, engine = self.agent.chat, self.agent.engine
+        if not self.agent.exact:
+            raise RequestError("/completions requires an engine with token ids; use /chat/completions")
+        if not isinstance(prompt, str):
+            limit = engine.vocab_size or len(chat.tokenizer)
+            if not prompt or not 0 <= min(prompt) <= max(prompt) < limit:
+                raise RequestError(f"'prompt' must have at least one id, from 0 to {limit - 1}, got {prompt!r:.80}")
+            return tuple(prompt)
+        begin, ids = tuple(chat.tokenizer("")["input_ids"]), chat.encode(prompt)
+        if not (begin or ids):
+            raise RequestError("'prompt' must have at least one token, got an empty text")
+        return ids if ids[: len(begin)] == begin else (*begin, *ids)
+
+    def _continue_ids(self, ids: tuple[int, ...]) -> ConversationRow:
+        """Append new ids to the longest row of such prompts with which they begin, or start a row. Return the row."""
+        rows = [row for row in self._rows if row.tools == _PLAIN and ids[: len(found := self._row_ids(row))] == found]
+        row = max(rows, key=lambda row: len(self._row_ids(row)), default=None)
+        new = ids if row is None else ids[len(self._row_ids(row)) :]
+        fields = token_fields(self.agent, new)
+        messages: tuple[Message, ...] = ({"role": "user", "content": fields["text"]},)
+        if row is None:
+            return self._append_row(messages, _PLAIN, fields, [Segment((), 0, False)])
+        self._append(dataclasses.replace(self._observation(self._leaf(row), messages, row.index), **fields))
+        return row
+
     def _start_row(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> ConversationRow:
         agent = self.agent
         if agent.exact:
             fields = token_fields(agent, agent.chat.prompt(messages, tools, trusted=("system",)))
         else:
             fields = text_fields(agent, messages)
-        return self._append_row(messages, tools, fields, [Segment(tuple(map(message_key, messages)), 0, False)])
+        segments = [Segment(tuple(map(message_key, messages)), 0, False)]
+        return self._append_row(messages, tools_key(tools), fields, segments)
 
     def _branch(self, match: Match, new: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> ConversationRow:
         """Start a row with the token ids of another row up to the matched action, followed by the messages `new`."""
@@ -321,21 +385,21 @@ class HarnessChain(BaseChain):
         history = tuple(message for turn in path for message in turn.messages)[: match.messages]
         fields: dict[str, Any]
         if agent.exact:
-            prefix = tuple(i for turn in path for i in turn.ids or ())[: row.segments[match.segments - 1].end]
+            prefix = self._row_ids(row)[: match.end]
             fields = token_fields(agent, (*prefix, *agent.chat.observation_ids(new, tools, after=prefix)))
         else:
             fields = text_fields(agent, (*history, *new))
         segments = [*row.segments[: match.segments], Segment(tuple(map(message_key, new)), 0, False)]
-        return self._append_row((*history, *new), tools, fields, segments)
+        return self._append_row((*history, *new), tools_key(tools), fields, segments)
 
     def _append_row(
         self,
         messages: tuple[Message, ...],
-        tools: tuple[dict[str, Any], ...],
+        tools: str,
         fields: dict[str, Any],
         segments: list[Segment],
     ) -> ConversationRow:
-        row = ConversationRow(len(self._rows), tools_key(tools), segments)
+        row = ConversationRow(len(self._rows), tools, segments)
         parent = self.turn if self._rows else None  # the first request replaces the prompt of `_first_turn`
         author = "task" if not self._rows else "harness"
         where = label(self.agent, self.actions)
@@ -354,7 +418,7 @@ class HarnessChain(BaseChain):
         for message in messages:
             call = pending.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
             if call is not None:
-                calls.append(dataclasses.replace(call, result=ToolResult(True, message["content"])))
+                calls.append(dataclasses.replace(call, result=ToolResult(True, text_of(message))))
         return Turn(
             kind="observation",
             author="tool" if all(message["role"] == "tool" for message in messages) else "harness",
@@ -375,10 +439,12 @@ class HarnessChain(BaseChain):
     def _action_turn(self, sample: Sample, sampling: Sampling, seed: int) -> Turn:
         """Create the turn of a sampled action. If a tool call is malformed, the whole action is treated as text."""
         turn = super()._action_turn(sample, sampling, seed)
-        if any(call.error is not None for call in turn.tool_calls):
+        if self._is_plain or any(call.error is not None for call in turn.tool_calls):
             ids = turn.ids or ()
             ids = ids[:-1] if ids and ids[-1] in self.agent.chat.stop_ids else ids
             text = self.agent.chat.text(ids) if self.agent.exact else turn.text
+            if self._is_plain and (found := _find_stop(turn, sampling.stop)):
+                text = text[: found[0]]
             return dataclasses.replace(turn, messages=({"role": "assistant", "content": text},), tool_calls=())
         return turn
 
@@ -387,8 +453,9 @@ class HarnessChain(BaseChain):
         # After an answer or a truncated action, the harness may continue the chain.
         return None if stop in ("answered", "turn_tokens") else stop
 
-    def _to_reply(self, turn: Turn) -> Reply:
+    def _to_reply(self, turn: Turn, stops: Sequence[str]) -> Reply:
         message = turn.messages[0]
+        found = _find_stop(turn, stops)
         calls = []
         for i, call in enumerate(turn.tool_calls):
             origin = hashlib.blake2b(f"{self.id} {turn.row} {self.actions}".encode(), digest_size=4).hexdigest()
@@ -396,11 +463,14 @@ class HarnessChain(BaseChain):
             self._call_ids[sent] = (call.id, call.name)
             calls.append(ReplyCall(sent, call.name, json.dumps(call.arguments, ensure_ascii=False)))
         return Reply(
-            text=message["content"],
+            text=text_of(message),
             thinking=message.get("thinking"),
             calls=tuple(calls),
             finish="length" if turn.stop == "length" else "tool_calls" if calls else "stop",
+            stop_string=found[1] if found else None,
             prompt_tokens=len(self.ids) - turn.num_tokens,
+            prompt_ids=self.ids[: len(self.ids) - turn.num_tokens],
+            ids=turn.ids or (),
             tokens=tuple(zip(turn.token_texts or (), turn.logprobs or (), strict=False)),
             completion_tokens=turn.num_tokens,
         )
@@ -410,3 +480,9 @@ class HarnessChain(BaseChain):
         if f"harness {key}" not in self.agent._warned:
             self.agent._warned.append(f"harness {key}")
             warn_or_log(text)
+
+
+def _find_stop(turn: Turn, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Return the position and the stop string that ended an action, or None."""
+    found = [(at, stop) for stop in stops if (at := turn.text.find(stop)) >= 0]
+    return min(found) if found and turn.stop == "string" else None

@@ -1,15 +1,18 @@
-"""Predefined agent hooks: a sliding window of steps, and a summary of the context when it is full."""
+"""Predefined agent hooks: a sliding window of steps, a summary of a full context, and a user simulated by a model."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from agentfly_kit import seeds
 from agentfly_kit.agent.turns import append_text
+from agentfly_kit.engines.base import Engine, chat_for, sample_text
 from agentfly_kit.errors import check_count, checks_keywords
-from agentfly_kit.types import Message
+from agentfly_kit.samples import Sampling
+from agentfly_kit.types import Message, Task, text_of
 
-__all__ = ["sliding_window", "summarize"]
+__all__ = ["simulated_user", "sliding_window", "summarize"]
 
 
 def sliding_window(steps: int) -> Callable[[Any], None]:
@@ -37,7 +40,7 @@ def sliding_window(steps: int) -> Callable[[Any], None]:
                 shown[-1] += turn.messages
         opening = list(chain.turns[0].messages)
         if steps == 0:
-            text = "\n".join(message["content"] for message in chain.turn.messages)
+            text = "\n".join(map(text_of, chain.turn.messages))
             chain.compact(text, author="window")
         else:
             chain.compact([*opening, *(m for step in shown[-steps:] for m in step)], author="window")
@@ -71,7 +74,7 @@ def summarize(
 
     async def on_context_full(chain: Any) -> None:
         chat, limit = chain.agent.chat, chain.agent.engine.max_length
-        text = "\n".join(m.get("content") or "" for turn in chain.turn.row_path[1:] for m in turn.messages)
+        text = "\n".join(text_of(m) for turn in chain.turn.row_path[1:] for m in turn.messages)
         prompt = len(chat.prompt(append_text(chain.turns[0].messages, instruction), chain.agent.tools.schemas))
         room = limit - tokens - prompt - 8  # a few tokens for the separators
         if chain.turn.row + 2 >= rows or room < 1:
@@ -85,6 +88,58 @@ def summarize(
             # Only the text of the summary is used: its calls do not run, and no nudge follows it.
             chain._append(summary, "answered")
             said = [i for i in summary.ids if i not in chat.stop_ids]
-            chain.compact(summary.messages[0]["content"] or chat.text(said))
+            chain.compact(text_of(summary.messages[0]) or chat.text(said))
 
     return on_context_full
+
+
+@checks_keywords
+def simulated_user(
+    engine: Engine,
+    instructions: str | Callable[[Task], str],
+    *,
+    chat: Any = None,
+    end: str = "###STOP###",
+    sampling: Sampling | None = None,
+) -> Callable[[Any], Awaitable[str | None]]:
+    """Create a `user` for `Agent(user=)` that is simulated by a model.
+
+    The model sees the conversation with exchanged roles: it writes the user's messages, beginning with those of the
+    task, and the agent's texts are its input. It sees neither tool calls nor their results.
+
+    Args:
+        engine: Engine of the model that plays the user.
+        instructions: What the user knows and wants, or a function that returns this for a task.
+        chat: `af.Chat` of the engine's model; by default that of the engine's policy.
+        end: Text with which the model ends the conversation. A reply that contains it, or an empty one, is not sent.
+        sampling: Sampling settings of each reply; by default temperature 1 and at most 256 tokens.
+
+    Raises:
+        SettingsError: If `engine` needs token ids and there is no `chat`.
+    """
+    chat, sampling = chat_for(engine, chat, "simulated_user"), sampling or Sampling(max_tokens=256)
+
+    async def user(chain: Any) -> str | None:
+        text = instructions if isinstance(instructions, str) else instructions(chain.task)
+        messages: list[Message] = [
+            {"role": "system", "content": _USER.format(end=end, instructions=text)},
+            {"role": "user", "content": "Hello! How can I help you?"},
+        ]
+        for turn in chain.turns:
+            for message in turn.messages:
+                if message["role"] in _EXCHANGED and not message.get("tool_calls"):
+                    messages.append({"role": _EXCHANGED[message["role"]], "content": text_of(message)})
+        question = Task(f"user of {chain.id}", tuple(messages), chain.task.fields)
+        seed = seeds.derive(chain.trajectory_seed, "user", chain.actions)
+        replies = sum(turn.author == "user" for turn in chain.turns)
+        reply = (await sample_text(engine, chat, question, sampling, seed, replies)).strip()
+        return None if not reply or end in reply else reply
+
+    return user
+
+
+_EXCHANGED = {"user": "assistant", "assistant": "user"}
+_USER = (
+    "You are a user who talks to an assistant. Write only the user's next message. When you have what you want, or the "
+    "assistant cannot give it to you, write {end}\n\n{instructions}"
+)

@@ -269,7 +269,8 @@ class Rollout(Displayable):
         """Write the rollout to a .jsonl file atomically.
 
         Fields of tasks may be JSON values, tuples, sets, bytes, dates, times, decimals, UUIDs and paths, which `load`
-        restores, and arrays, which it returns as lists. A time zone becomes its offset.
+        restores, and arrays, which it returns as lists. A time zone becomes its offset. Images are written to the
+        folder `rollout_images` beside the file, each once; a loaded rollout reads them when they are first needed.
 
         Raises:
             RunError: If a task contains values of other types, or the file cannot be written.
@@ -297,7 +298,7 @@ def count_tasks(tasks: Sequence[Task], splits: Mapping[str, str]) -> str:
     """Return the number of tasks as text, with the number in each split if there are several splits."""
     counts = Counter(splits[task.id] for task in tasks if task.id in splits)
     per_split = f" ({', '.join(f'{n} {name}' for name, n in counts.items())})" if len(counts) > 1 else ""
-    return f"{len(tasks)} tasks{per_split}"
+    return f"{len(tasks)} task{'s' * (len(tasks) != 1)}{per_split}"
 
 
 def warn_about_success(records: Sequence[Mapping[str, float]]) -> None:

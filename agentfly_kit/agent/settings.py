@@ -19,7 +19,7 @@ from agentfly_kit.samples import Sampling
 from agentfly_kit.success import SuccessRule, check_success_rule
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.trajectories import Group, Trajectory
-from agentfly_kit.types import Message, Task
+from agentfly_kit.types import Message, Task, images_of
 
 # Arguments that each hook receives.
 _HOOKS = {
@@ -27,6 +27,7 @@ _HOOKS = {
     "before_turn": ("chain",),
     "after_observation": ("chain",),
     "on_context_full": ("chain",),
+    "user": ("chain",),
     "after_chain": ("chain", "trajectory"),
     "group_reward": ("group",),
     "watch": ("rollout",),
@@ -46,6 +47,7 @@ _LIMITS = {
 # Settings of the built-in agent loop, which cannot be combined with a harness, because it replaces the loop.
 _WITHOUT_HARNESS = (
     "tools", "system", "max_tool_calls", "nudge", "before_chain", "before_turn", "after_observation", "on_context_full",
+    "user",
 )  # fmt: skip
 
 
@@ -76,6 +78,9 @@ class AgentSettings(Displayable):
         nudge: User message that is appended after a sampled action without a tool call, such as "Call a tool.", so that
             the chain continues. With None, the chain ends with "answered".
         max_nudges: Maximum number of nudges per chain. After that, an action without a tool call is the answer.
+        user: Function that replies to the agent's texts in place of a person. It is called with the chain after each
+            action without a tool call and returns the reply, which becomes a user message, or None to end the chain
+            with "answered". An action at the limit `max_turns` gets no reply. See `af.hooks.simulated_user`.
         show_exceptions: Whether the model sees the message of every exception that a tool raises. By default, it sees
             only the message of a `ToolError`, because other exceptions may contain the answer.
         timeout: Time limit per chain in seconds, including waiting times, or None for no limit.
@@ -117,6 +122,7 @@ class AgentSettings(Displayable):
     max_invalid_calls: int = 3
     nudge: str | None = None
     max_nudges: int = 1
+    user: Callable[[Any], Any] | None = None
     show_exceptions: bool = False
     timeout: float | None = None
     sampling: Sampling = field(default_factory=Sampling)
@@ -150,6 +156,8 @@ class AgentSettings(Displayable):
             raise SettingsError(f"nudge must be a non-empty string or None, got {self.nudge!r}")
         if self.nudge is None and self.max_nudges != 1:
             raise SettingsError(f"max_nudges has an effect only with nudge, got {self.max_nudges}")
+        if self.nudge is not None and self.user is not None:
+            raise SettingsError("nudge must be None with user, whose reply continues the chain")
         # Check signatures here, because a wrong one would otherwise fail only in the first chain that calls the hook.
         for name, parameters in _HOOKS.items():
             if (hook := getattr(self, name)) is not None:
@@ -160,7 +168,7 @@ class AgentSettings(Displayable):
         tools = self.tools if isinstance(self.tools, ToolSet) else ToolSet(self.tools)
         if tools.names and self.exact:
             self.chat.require_tools()
-        if self.nudge is not None and self.exact:
+        if (self.nudge is not None or self.user is not None) and self.exact:
             self.chat.require_append("user")
         reward = RewardSet(self.reward)
         harness = self.harness
@@ -199,11 +207,30 @@ class AgentSettings(Displayable):
         """Return the initial messages of each chain of a task: the system message, if any, and the task's messages."""
         return task.messages if self.system is None else ({"role": "system", "content": self.system}, *task.messages)
 
+    def check_images(self, task: Task, messages: Sequence[Message]) -> None:
+        """Raise SettingsError if the messages of a chain of `task` contain images, and the engine reads none."""
+        with_images = (i for i, message in enumerate(messages) if not isinstance(message["content"], str))
+        if (first := next(with_images, None)) is None or (self.engine.images and self.harness is None):
+            return
+        origin = messages[first].get("name") or messages[first]["role"]  # the tool, if it is the result of a call
+        reader = "a harness receives text only" if self.harness else f"{self.engine!r} reads no images"
+        raise SettingsError(
+            f"task {task.id!r}: message {first} (from {origin!r}) has an image, but {reader}; use an engine that reads "
+            "images, such as OpenAIEngine with a vision model, or describe the image in words"
+        )
+
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Raise TaskError if a task lacks a required field, and warn once about each redefined tool or reward.
 
-        Raise SettingsError if a reward requires token ids, which the engine does not return.
+        Raise SettingsError if a reward requires token ids, which the engine does not return, or if a task has more
+        images than the engine reads.
         """
+        for task in tasks:
+            self.check_images(task, task.messages)
+            if (count := len(images_of(task.messages))) > self.engine.images:
+                raise SettingsError(
+                    f"task {task.id!r} must have at most {self.engine.images} images for {self.engine!r}, got {count}"
+                )
         if not self.exact and (counting := [r.name for r in self.reward if r.needs_tokens]):
             raise SettingsError(
                 f"the reward {counting[0]!r} requires an engine with exact tokens, got {self.engine!r}"

@@ -6,14 +6,16 @@ import asyncio
 import importlib
 import json
 import secrets
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from importlib.metadata import distributions
 from typing import Any
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.endpoint import completions, responses
-from agentfly_kit.endpoint.reply import Reply, RequestError
+from agentfly_kit.endpoint import completions, messages, responses, text_completions
+from agentfly_kit.endpoint.reply import Reply, RequestError, validating
+from agentfly_kit.endpoint.request import MODEL, Request, Response, usage
 from agentfly_kit.endpoint.server import KEY_PREFIX, Server
 from agentfly_kit.errors import AgentFlyError, SettingsError
 
@@ -44,7 +46,7 @@ class Answer:
 
 
 class Endpoint(Displayable):
-    """OpenAI-compatible endpoint of one chain, which a harness receives as the parameter `endpoint`.
+    """Endpoint of one chain with the APIs of OpenAI and Anthropic; a harness has it as the parameter `endpoint`.
 
     Every request is answered by the policy, and the action is recorded in the chain. If a request names the model
     "policy/writer", the author of the action is "writer". The sampling settings are those of the agent; with
@@ -56,12 +58,19 @@ class Endpoint(Displayable):
         model: model name to use in requests.
     """
 
-    model = completions.MODEL
+    model = MODEL
 
-    def __init__(self, reply: Callable[..., Awaitable[Reply]], name: str, warn: Callable[[str, str], None]) -> None:
+    def __init__(
+        self,
+        reply: Callable[..., Awaitable[Reply]],
+        count_tokens: Callable[[Sequence[Any], Sequence[Any]], int],
+        name: str,
+        warn: Callable[[str, str], None],
+    ) -> None:
         self.api_key = KEY_PREFIX + secrets.token_hex(16)
         self.usage = Usage()
         self._reply = reply
+        self._count_tokens = count_tokens
         self._name = name
         self._warn = warn
         self._loop = asyncio.get_running_loop()
@@ -89,7 +98,14 @@ class Endpoint(Displayable):
     @property
     def env(self) -> dict[str, str]:
         """Environment variables for a command-line agent. Pass them as `env=os.environ | endpoint.env`."""
-        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_BASE": self.base_url, "OPENAI_API_KEY": self.api_key}
+        url, key = self.base_url, self.api_key
+        return {
+            "OPENAI_BASE_URL": url,
+            "OPENAI_API_BASE": url,
+            "OPENAI_API_KEY": key,
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),  # its clients append /v1/messages
+            "ANTHROPIC_API_KEY": key,
+        }
 
     @cached_property
     def client(self) -> Any:
@@ -105,9 +121,9 @@ class Endpoint(Displayable):
     @cached_property
     def http_client(self) -> Any:
         """Async HTTP client used by `client`, for frameworks that accept an HTTP client."""
-        openai = _openai()
-        major = int(str(openai.__version__).partition(".")[0])
-        httpx = importlib.import_module("httpx2" if major >= 3 else "httpx")
+        # openai 2 uses httpx; later versions and anthropic use httpx2.
+        old = any(found.version.startswith("2.") for found in distributions(name="openai"))
+        httpx = importlib.import_module("httpx" if old else "httpx2")
 
         class Transport(httpx.AsyncBaseTransport):  # type: ignore[misc, name-defined]
             async def handle_async_request(transport, request: Any) -> Any:
@@ -143,31 +159,45 @@ class Endpoint(Displayable):
         """Answer an HTTP request. Invalid requests get a JSON error with a status code that clients do not retry."""
         try:
             if path.endswith("/models") and method == "GET":
-                model = {"id": self.model, "object": "model", "created": 0, "owned_by": "agentfly_kit"}
-                return _json_answer({"object": "list", "data": [model]})
+                return _json_answer(_MODELS)
             if method != "POST":
                 raise RequestError(f"{method} {path} is not supported", status=404)
             return _to_answer(await self._on_loop(self._answer(path, _read_json(body))))
         except RequestError as error:
-            return error_answer(str(error), error.status, error.code)
+            return _json_answer(error.body, error.status)
         except (AgentFlyError, RecursionError) as error:  # the messages or tools are invalid or too deeply nested
-            return error_answer(str(error), 400, "invalid_request")
+            return _json_answer(RequestError(str(error), code="invalid_request").body, 400)
 
-    async def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any] | Iterator[str]:
+    async def _answer(self, path: str, body: Mapping[str, Any]) -> Response:
         if self._closed:
             raise RequestError("the chain with this key has ended", status=404, code="unknown_key")
         self._answers += 1
         answer_id = f"{self.api_key[-8:]}{self._answers}"
         if path.endswith("/chat/completions"):
-            answer, counts = await completions.answer(body, self._reply, answer_id, self._warn)
-        elif path.endswith("/responses"):
-            answer, counts = await responses.answer(body, self._reply, answer_id, self._warn, self._earlier)
-        else:
-            raise RequestError(f"{path} is not supported; use /chat/completions or /responses", status=404)
+            return await completions.answer(body, self._sample, answer_id)
+        if path.endswith("/completions"):
+            return await text_completions.answer(body, self._sample, answer_id)
+        if path.endswith("/responses"):
+            return await responses.answer(body, self._sample, answer_id, self._earlier)
+        if path.endswith("/messages"):
+            return await messages.answer(body, self._sample, answer_id)
+        if path.endswith("/messages/count_tokens"):
+            with validating():
+                request = messages.read_request(body)
+            return {"input_tokens": self._count_tokens(request.messages, request.tools)}
+        text = f"{path} is not supported; use /chat/completions, /completions, /responses or /messages"
+        raise RequestError(text, status=404)
+
+    async def _sample(self, request: Request) -> list[Reply]:
+        for key, text in request.warnings:
+            self._warn(key, text)
+        given = {name: getattr(request, name) for name in ("prompt", "author", "max_tokens", "stop")}
+        replies = [await self._reply(request.messages, request.tools, **given) for _ in range(request.n)]
+        counts = usage(replies)
         self.usage.requests += 1
         self.usage.prompt_tokens += counts["prompt_tokens"]
         self.usage.completion_tokens += counts["completion_tokens"]
-        return answer
+        return replies
 
     async def _on_loop(self, work: Any) -> Any:
         """Await `work` in the event loop of the chain, even if the caller uses a loop in another thread."""
@@ -183,17 +213,31 @@ class Endpoint(Displayable):
             self._server = None
 
 
-def error_answer(message: str, status: int, code: str | None = None) -> Answer:
-    """Return an error response in the format of the OpenAI API."""
-    error = {"message": message, "type": "invalid_request_error", "param": None, "code": code}
-    return _json_answer({"error": error}, status)
+# List of the models, which is valid in the APIs of OpenAI and of Anthropic.
+_MODELS = {
+    "object": "list",
+    "data": [
+        {
+            "id": MODEL,
+            "object": "model",
+            "created": 0,
+            "owned_by": "agentfly_kit",
+            "type": "model",
+            "display_name": MODEL,
+            "created_at": "1970-01-01T00:00:00Z",
+        }
+    ],
+    "first_id": MODEL,
+    "last_id": MODEL,
+    "has_more": False,
+}
 
 
 def _json_answer(data: Mapping[str, Any], status: int = 200) -> Answer:
     return Answer(status, "application/json", json.dumps(data).encode())
 
 
-def _to_answer(answer: dict[str, Any] | Iterator[str]) -> Answer:
+def _to_answer(answer: Response) -> Answer:
     if isinstance(answer, dict):
         return _json_answer(answer)
     return Answer(200, "text/event-stream", "".join(answer).encode())

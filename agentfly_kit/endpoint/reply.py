@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from agentfly_kit.errors import AgentFlyError
+
+# Types of errors in Anthropic's API by status.
+_ERROR_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+}
 
 
 @dataclass(frozen=True)
@@ -27,17 +36,22 @@ class Reply:
         thinking: Thinking text, or None.
         calls: Tool calls.
         finish: Finish reason: "stop", "length" or "tool_calls".
+        stop_string: The stop string that ended the action, or None.
         prompt_tokens, completion_tokens: Number of tokens; 0 with a text-only engine.
         tokens: Text and logprob of each sampled token.
+        prompt_ids, ids: Token ids of the prompt and of the action.
     """
 
     text: str
     thinking: str | None = None
     calls: tuple[ReplyCall, ...] = ()
     finish: str = "stop"
+    stop_string: str | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
     tokens: tuple[tuple[str, float], ...] = field(default=(), repr=False)
+    prompt_ids: tuple[int, ...] = field(default=(), repr=False)
+    ids: tuple[int, ...] = field(default=(), repr=False)
 
 
 class RequestError(AgentFlyError):
@@ -47,6 +61,15 @@ class RequestError(AgentFlyError):
         super().__init__(message)
         self.status = status
         self.code = code
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The body of the error response, which is valid in the APIs of OpenAI and of Anthropic."""
+        kind = _ERROR_TYPES.get(self.status, "invalid_request_error")
+        return {
+            "type": "error",
+            "error": {"type": kind, "message": str(self), "code": self.code, "param": None},
+        }
 
 
 @contextmanager

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from agentfly_kit.endpoint.completions import (
+from agentfly_kit.endpoint.completions import reply_message
+from agentfly_kit.endpoint.reply import Reply, RequestError, validating
+from agentfly_kit.endpoint.request import (
     MODEL,
-    ignored,
-    read_author,
-    read_limit,
-    reply_message,
+    Response,
+    Sampler,
+    function_call,
+    function_tool,
+    make_request,
     sse,
     usage,
 )
-from agentfly_kit.endpoint.reply import Reply, RequestError, validating
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -42,11 +44,7 @@ def read_messages(body: Mapping[str, Any], earlier: list[dict[str, Any]]) -> lis
         if kind == "message":
             messages.append({"role": item.get("role"), "content": _text(item.get("content"), i)})
         elif kind == "function_call":
-            call = {
-                "id": item.get("call_id"),
-                "type": "function",
-                "function": {"name": item.get("name"), "arguments": item.get("arguments")},
-            }
+            call = function_call(item.get("call_id"), item.get("name"), item.get("arguments"))
             # In this API, the text and the tool calls of an action are separate items; a chat message contains both.
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
@@ -74,15 +72,11 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     Raises:
         RequestError: if a tool is not a function, for example the built-in web search of a hosted model.
     """
-    if body.get("tool_choice") == "none":
-        return []
-    tools = []
-    for tool in body.get("tools") or ():
+    tools = body.get("tools") or ()
+    for tool in tools:
         if tool.get("type") != "function":
             raise RequestError(f"'tools': only functions are supported, got {tool!r:.80}")
-        function = {name: tool.get(name) for name in ("name", "description", "parameters")}
-        tools.append({"type": "function", "function": function})
-    return tools
+    return [function_tool(tool.get("name"), tool.get("description"), tool.get("parameters")) for tool in tools]
 
 
 def response(reply: Reply, answer_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -176,13 +170,9 @@ def events(answer: dict[str, Any]) -> Iterator[str]:
 
 
 async def answer(
-    body: Mapping[str, Any],
-    reply: Callable[..., Any],
-    answer_id: str,
-    warn: Callable[[str, str], None],
-    earlier: dict[str, list[dict[str, Any]]],
-) -> tuple[dict[str, Any] | Iterator[str], dict[str, int]]:
-    """Answer a Responses API request. Return a response object or an iterator over events, and the token counts.
+    body: Mapping[str, Any], sample: Sampler, answer_id: str, earlier: dict[str, list[dict[str, Any]]]
+) -> Response:
+    """Answer a Responses API request.
 
     `earlier` maps the id of each earlier response to the conversation up to it, for `previous_response_id`.
     """
@@ -193,11 +183,8 @@ async def answer(
                 f"'previous_response_id' must be the id of a response of this chain, got {previous!r:.80}"
             )
         messages = read_messages(body, earlier.get(str(previous), []))
-        tools, author, limit = read_tools(body), read_author(body), read_limit(body, "max_output_tokens")
-        warnings = tuple(ignored(body))
-    for key, text in warnings:
-        warn(key, text)
-    one = await reply(messages, tools, author=author, max_tokens=limit, stop=())
+        request = make_request(body, messages, read_tools(body), "max_output_tokens")
+    (one,) = await sample(request)
     whole = response(one, answer_id, body)
     earlier[whole["id"]] = [*messages, reply_message(one)]
-    return (events(whole) if body.get("stream") else whole), usage([one])
+    return events(whole) if request.stream else whole

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import json
 import logging
 import socket
 import weakref
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from agentfly_kit.endpoint.reply import RequestError
 from agentfly_kit.errors import SettingsError
 
 _MAX_BODY = 32 * 1024**2  # bytes
@@ -86,27 +86,32 @@ class Server:
         self._socket.close()
 
     async def _handle(self, request: Any) -> Any:
+        try:
+            answer = await self._answer(request)
+            return self._web.Response(status=answer.status, body=answer.body, content_type=answer.content_type)
+        except RequestError as error:
+            return self._web.json_response(error.body, status=error.status)
+
+    async def _answer(self, request: Any) -> Any:
         key, _, path = request.match_info["path"].partition("/")
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not key.startswith(KEY_PREFIX):  # a client that accepts only a host sends the key only in the header
-            key, path = bearer, request.match_info["path"]
-        elif bearer != key and bearer.startswith(KEY_PREFIX):
-            return self._refusal(
-                401, "the URL and the header must have the key of the same chain, got two keys", "two_keys"
-            )
-        handler = self._handlers.get(key)
+        given = [key, bearer, request.headers.get("x-api-key", "")]  # the last is the header of Anthropic's clients
+        keys = {each for each in given if each.startswith(KEY_PREFIX)}
+        if len(keys) > 1:
+            text = "the URL and the headers must have the key of the same chain, got two keys"
+            raise RequestError(text, status=401, code="two_keys")
+        if not key.startswith(KEY_PREFIX):  # a client that accepts only a host sends the key only in a header
+            path = request.match_info["path"]
+        handler = self._handlers.get("".join(keys))
         if handler is None:
-            return self._refusal(404, "unknown key: its chain has ended, or never began", "unknown_key")
+            text = "unknown key: its chain has ended, or never began"
+            raise RequestError(text, status=404, code="unknown_key")
         if request.host.partition(":")[0].lower() not in _HOSTS:
             # For example, a web page whose domain name resolves to 127.0.0.1.
-            return self._refusal(
-                403,
-                f"the request must be for the host 127.0.0.1 or localhost, got {request.host[:200]!r}",
-                "foreign_host",
-            )
-        answer = await handler(request.method, f"/{path}", await request.read())
-        return self._web.Response(status=answer.status, body=answer.body, content_type=answer.content_type)
-
-    def _refusal(self, status: int, message: str, code: str) -> Any:
-        body = {"error": {"message": message, "code": code, "type": "invalid_request_error", "param": None}}
-        return self._web.Response(status=status, body=json.dumps(body).encode(), content_type="application/json")
+            text = f"the request must be for the host 127.0.0.1 or localhost, got {request.host[:200]!r}"
+            raise RequestError(text, status=403, code="foreign_host")
+        try:
+            body = await request.read()
+        except self._web.HTTPRequestEntityTooLarge as error:
+            raise RequestError(f"the body is too large: {error.text}", status=413, code="too_large") from None
+        return await handler(request.method, f"/{path}", body)

@@ -10,6 +10,7 @@ from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import EngineError, SettingsError
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
+from agentfly_kit.types import Task
 
 
 class Engine(Displayable, ABC):
@@ -26,6 +27,7 @@ class Engine(Displayable, ABC):
         author: Author of the sampled tokens: "policy" if they can be trained on, otherwise for example "script".
         vocab_size: Number of tokens in the vocabulary; None if unknown.
         remote: True if the weights are on servers, which other processes may share.
+        images: Maximum number of images in the messages of a request; 0 if the engine reads text only.
     """
 
     tokens: Literal["exact", "none"] = "exact"
@@ -35,6 +37,7 @@ class Engine(Displayable, ABC):
     author: str = "policy"
     vocab_size: int | None = None
     remote: bool = False
+    images: int = 0
 
     @property
     def max_length(self) -> int:
@@ -94,6 +97,30 @@ class Engine(Displayable, ABC):
 
     async def close(self) -> None:
         """Stop all running work and release resources. A closed VLLMEngine must be started again before further use."""
+
+
+def chat_for(engine: Engine, chat: Chat | None, caller: str) -> Chat | None:
+    """Return `chat` or, by default, that of the engine's policy. Raise SettingsError if the engine needs one."""
+    if not isinstance(engine, Engine):
+        raise SettingsError(f"engine must be an engine, such as af.OpenAIEngine(base_url, model), got {engine!r}")
+    chat = getattr(getattr(engine, "policy", None), "chat", None) if chat is None else chat
+    if chat is None and engine.tokens == "exact" and engine.author == "policy":
+        raise SettingsError(f"{engine!r} requires token ids: pass {caller}(..., chat=af.Chat(tokenizer))")
+    return chat
+
+
+async def sample_text(
+    engine: Engine, chat: Chat | None, question: Task, sampling: Sampling, seed: int, turn: int = 0
+) -> str:
+    """Sample a reply to the messages of a task that is not part of a chain, and return its text."""
+    session = f"{question.id} {seed}"
+    request = TurnRequest(question, turn, session, question.messages)
+    try:
+        ids = () if chat is None else chat.prompt(question.messages)
+        sample = await engine.sample(ids, sampling, seed, request=request)
+    finally:
+        engine.release(session)
+    return sample.text or "" if sample.ids is None or chat is None else str(chat.parse(sample.ids).content)
 
 
 def check_scorer(scorer: Chat, max_length: int, chat: Chat, needed: int, name: str = "teacher") -> None:

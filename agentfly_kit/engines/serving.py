@@ -22,7 +22,7 @@ from typing import Any
 from agentfly_kit._display import Displayable
 from agentfly_kit.engines.openai import OpenAIEngine
 from agentfly_kit.engines.vllm.engine import VLLMEngine
-from agentfly_kit.engines.vllm.host import advice
+from agentfly_kit.engines.vllm.host import advice, exit_with
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 
@@ -176,8 +176,6 @@ def _stop(process: subprocess.Popen[bytes], folder: Path) -> None:
 
 def _main() -> None:
     import runpy
-
-    from agentfly_kit.engines.vllm.worker import exit_with
 
     exit_with(int(sys.argv.pop(1)), -os.getpgrp())
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentfly_kit._display import printable, public_values, short_repr
+from agentfly_kit.types import images_of, text_of
 
 if TYPE_CHECKING:
     from agentfly_kit._doctor import Diagnosis
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from agentfly_kit.diagnosis.findings import Findings
     from agentfly_kit.engines.fleet import Fleet
     from agentfly_kit.evaluation import Evaluation
+    from agentfly_kit.images import Image
     from agentfly_kit.policy.policy import Policy
     from agentfly_kit.pool.pool import Pool
     from agentfly_kit.ppo.stats import Stats
@@ -128,10 +130,12 @@ def details(summary: str, content: str, *, is_open: bool = False) -> str:
 
 
 def task(task: Task) -> str:
-    content = table(("role", "content"), ((m["role"], Code(str(m["content"]))) for m in task.messages), 2000)
+    content = table(("role", "content"), ((m["role"], Code(text_of(m))) for m in task.messages), 2000)
     values = {name: Code(value if isinstance(value, str) else repr(value)) for name, value in task.fields.items()}
     fields = details(f"fields: {', '.join(task.fields)}", table((), values.items()), is_open=True)
-    return heading(f"Task {task.id}") + content + (fields if task.fields else "")
+    return (
+        heading(f"Task {task.id}") + content + _pictures(images_of(task.messages)) + (fields if task.fields else "")
+    )
 
 
 def tasks(tasks: Tasks) -> str:
@@ -140,7 +144,7 @@ def tasks(tasks: Tasks) -> str:
         (
             task.id,
             split or "",
-            str(task.messages[-1]["content"]),
+            text_of(task.messages[-1]),
             *(_as_text(task.fields[name]) if name in task.fields else "" for name in fields),
         )
         for task, split in list(zip(tasks._tasks, tasks._splits, strict=True))[:10]
@@ -176,7 +180,12 @@ def tool_call(call: ToolCall) -> str:
     content = call.error or ("" if result is None else result.observation)
     arguments = ", ".join(f"{k}={v!r}" for k, v in call.arguments.items())
     row = (call.name or "?", Code(arguments), state, Code(content), None if result is None else result.seconds)
-    return table(("call", "arguments", "", "result", "seconds"), [row], 2000) + _tracebacks([call])
+    pictures = "" if result is None else _pictures(result.images)
+    return table(("call", "arguments", "", "result", "seconds"), [row], 2000) + pictures + _tracebacks([call])
+
+
+def _pictures(images: Iterable[Image]) -> str:
+    return "".join(image.html for image in itertools.islice(images, 4))
 
 
 def _tracebacks(calls: Sequence[ToolCall]) -> str:
@@ -197,7 +206,7 @@ def trajectory(trajectory: Trajectory) -> str:
         f"<td style='{LEFT}'>{turn.kind}</td><td style='{LEFT}'>{escape(turn.author)}</td>"
         f"<td style='{RIGHT}'>{'–' if turn.ids is None else len(turn.ids)}</td>"
         f"<td style='text-align:left;background:{_TURN_COLOURS[turn.kind]}'><code style='white-space:pre-wrap'>"
-        f"{escape(turn.text)}</code></td></tr>"
+        f"{escape(turn.text)}</code>{_pictures(images_of(turn.messages))}</td></tr>"
         for i, turn in enumerate(trajectory.turns[:limit])
     )
     more = f"<p>and {len(trajectory.turns) - limit} more turns</p>" if len(trajectory.turns) > limit else ""
@@ -232,28 +241,31 @@ def rollout(rollout: Rollout) -> str:
 
 
 def rollout_diff(diff: RolloutDiff, limit: int = 8) -> str:
-    """Return tables of chains that succeed in only one of two rollouts, with up to `limit` rows for each rollout."""
+    """Return the chains that succeed in only one of two rollouts, up to `limit` for each rollout.
 
-    def row(pair: tuple[Trajectory, Trajectory]) -> tuple[Any, ...]:
-        before, after = pair
-        first = diff.first_difference(before, after)
+    The texts of a pair are below each other, because a table with two columns of texts is too wide for a notebook.
+    """
+
+    def show(pair: tuple[Trajectory, Trajectory]) -> str:
+        task, first = pair[0].task, diff.first_difference(*pair)
         texts = [Code(t.turns[first].text if first is not None and first < len(t.turns) else "") for t in pair]
-        where = "nowhere" if first is None else f"turn {first}"
-        question = str(before.task.messages[-1]["content"])
-        return f"{before.task.id}/{before.chain}", question, before.reward, after.reward, where, *texts
+        rewards = " → ".join("–" if t.reward is None else f"{t.reward:.4g}" for t in pair)
+        where = "no difference" if first is None else f"first difference in turn {first}"
+        about = f"{escape(text_of(task.messages[-1]), 200)} (reward {rewards}, {where})"
+        title = f"<p style='margin:8px 0 2px'><b>{escape(f'{task.id}/{pair[0].chain}')}</b>: {about}</p>"
+        return title + table((), zip(("before", "after"), texts, strict=True), 200)
 
-    head = ("chain", "task", "before", "after", "first difference", "before", "after")
-    tables = "".join(
+    lists = "".join(
         details(
             f"{name}: {len(pairs)}" + (f", the first {limit}" if len(pairs) > limit else ""),
-            table(head, map(row, pairs[:limit]), 200),
+            "".join(map(show, pairs[:limit])),
             is_open=True,
         )
         for name, pairs in (("gained", diff.gained), ("lost", diff.lost))
         if pairs
     )
-    note = "<p>� stands for bytes that are no complete character in UTF-8</p>" if "�" in tables else ""
-    return heading(diff) + (tables or "<p>no chain changed its outcome</p>") + note
+    note = "<p>� stands for bytes that are no complete character in UTF-8</p>" if "�" in lists else ""
+    return heading(diff) + (lists or "<p>no chain changed its outcome</p>") + note
 
 
 def batch(batch: Batch) -> str:
@@ -469,7 +481,7 @@ _RENDERERS: dict[str, Callable[[Any], str]] = {
     "RolloutDiff": rollout_diff, "RolloutHandle": rollout_handle, "Run": run, "Runs": runs, "Stats": stats,
     "Task": task, "Tasks": tasks, "Distribution": token_distribution, "Tool": tool, "ToolCall": tool_call,
     "ToolSet": tool_set, "TrainRun": run, "Trajectory": trajectory,
-    "Trajectories": trajectories,
+    "Trajectories": trajectories, "Image": lambda image: image.full_html,
 }  # fmt: skip
 
 

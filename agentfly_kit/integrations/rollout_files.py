@@ -2,7 +2,9 @@
 
 The columns of a row determine its layout:
 
-messages              message logs in the format of the OpenAI API
+messages              message logs in the format of the OpenAI API or Anthropic's; see message_logs.py
+conversations         ShareGPT
+samples               JSON logs of Inspect
 prompt, completion    TRL (`log_completions=True`) and results.jsonl of verifiers before 0.2
 input, output         verl (`trainer.rollout_data_dir`)
 traces                traces.jsonl of verifiers, the only layout with token ids
@@ -25,39 +27,49 @@ from agentfly_kit.agent.turns import with_calls
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import TaskError
 from agentfly_kit.integrations.html import is_number
+from agentfly_kit.integrations.message_logs import conversation, encoded, inspect_samples
 from agentfly_kit.seeds import digest
+from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn
+from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn, text_of
 
 # Columns that become neither metrics of a chain nor fields of its task.
 _OTHERS = {"step", "example_id", "id", "stop_condition", "is_completed", "is_truncated", "error", "metrics", "timing"}
 
 
-def read_rollouts(source: Any, *, reward: str | Sequence[str] | None = None, chat: Chat | None = None) -> Rollout:
-    """Read rollouts saved by TRL, verifiers or verl, or a log of messages, for display and analysis.
+def read_rollouts(
+    source: Any, *, reward: str | Sequence[str] | None = None, chat: Chat | None = None, tools: Any = ()
+) -> Rollout:
+    """Read rollouts saved by TRL, verifiers or verl, or a log of messages, for display, analysis or imitation.
 
-    Trajectories without token ids can be shown in `TrajectoryView`, but not in `TokenView`, and cannot be trained on.
-    Chains with the same prompt (and the same training step) form a group.
+    With `chat`, messages are encoded as an agent with this chat would, so that `af.imitate` can train on their actions.
+    Otherwise, trajectories without token ids can be shown in `TrajectoryView`, but not in `TokenView`, and cannot be
+    trained on. Chains with the same prompt (and the same training step) form a group.
 
     Args:
         source: A .parquet, .jsonl, .json or .csv file, a folder of .parquet or .jsonl files, or rows in memory: a
             DataFrame, a `datasets.Dataset` or a list of dicts. A row has the columns "prompt" and "completion" (TRL,
-            verifiers), "input" and "output" (verl), "messages", or "traces" (verifiers).
+            verifiers), "input" and "output" (verl), "messages" (OpenAI, Anthropic), "conversations" (ShareGPT),
+            "samples" (Inspect) or "traces" (verifiers). The column "tools" contains the tool schemas.
         reward: Column, or columns whose sum is the reward. By default, the reward is the column "reward" or "score". In
             a verifiers trace, it is the weighted sum of the rewards; in a TRL table, which contains no weights, it is
             the sum of all numbers between "completion" and "advantage". Other numbers become metrics, and other values
             become fields of the task.
-        chat: Chat whose tokenizer decodes the tokens for display. Without it, `TokenView` shows ids.
+        chat: Chat of the policy. It encodes messages, and decodes recorded token ids, which `TokenView` otherwise shows
+            as numbers. Prompts and outputs that are saved as text are not encoded.
+        tools: The agent's tools, whose descriptions belong to the prompts of rows without a column "tools".
 
     Raises:
-        TaskError: If a file cannot be read, or a row does not have these columns. The message names the file and line.
+        TaskError: If a file cannot be read, a row does not have these columns, or `chat` cannot render a conversation.
+            The message names the file and line.
     """
     names = (reward,) if isinstance(reward, str) else None if reward is None else tuple(reward)
     chains: list[Trajectory] = []
+    schemas = (tools if isinstance(tools, ToolSet) else ToolSet(tools)).schemas
     count: Counter[str] = Counter()
     for location, row in _rows(source):
         for record in _records(row, location):
-            t = _trajectory(record, names, location, chat)
+            t = _trajectory(record, names, location, chat, schemas)
             chains.append(replace(t, id=f"{t.group}/{count[t.group]}", chain=count[t.group]))
             count[t.group] += 1
     if not chains:
@@ -111,6 +123,7 @@ class _Record:
     weights: Mapping[str, float]
     fields: Mapping[str, Any]
     author: str = "policy"
+    encodable: bool = False
 
 
 def _records(row: Any, location: str) -> Iterator[_Record]:
@@ -128,6 +141,11 @@ def _records(row: Any, location: str) -> Iterator[_Record]:
                     f"{location}: the verifiers trace is damaged or has an unsupported version ({what})"
                 ) from None
         return
+    if isinstance(columns.get("samples"), list):
+        for sample in inspect_samples(columns):
+            yield from _records(sample, location)
+        return
+    encodable = isinstance(columns.get("prompt"), list)
     if "prompt" in columns and "completion" in columns:
         names = list(columns)
         if "advantage" in names:
@@ -137,19 +155,20 @@ def _records(row: Any, location: str) -> Iterator[_Record]:
     elif "input" in columns and "output" in columns:
         prompt, completion = columns.pop("input"), columns.pop("output")
         columns["answer"] = columns.pop("gts", None)
-    elif isinstance(columns.get("messages"), list):
-        messages = columns.pop("messages")
+    elif (messages := conversation(columns, location)) is not None:
+        encodable = True
         first = next((i for i, message in enumerate(messages) if _get(message, "role") == "assistant"), len(messages))
         prompt, completion = messages[:first], messages[first:]
     else:
         raise TaskError(
             f"{location}: a row must have the columns 'prompt' and 'completion' (TRL, verifiers), 'input' and 'output' "
-            f"(verl), 'messages' or 'traces' (verifiers), got {', '.join(columns) or 'none'}"
+            "(verl), 'messages', 'conversations', 'samples' or 'traces' (verifiers), got "
+            f"{', '.join(columns) or 'none'}"
         )
     nodes = [_Node(message, False) for message in _as_messages(prompt, "user", location)]
     nodes += [_Node(m, m["role"] == "assistant") for m in _as_messages(completion or [], "assistant", location)]
     task = next((str(columns[name]) for name in ("example_id", "id") if columns.get(name) is not None), "")
-    yield _Record([nodes], columns, task, reward, {}, {})
+    yield _Record([nodes], columns, task, reward, {}, {}, encodable=encodable)
 
 
 def _trace(trace: Any, episode: Mapping[str, Any]) -> _Record:
@@ -206,7 +225,13 @@ def _get(given: Any, name: str) -> Any:
 # --- trajectories --------------------------------------------------------------------------------
 
 
-def _trajectory(record: _Record, reward: tuple[str, ...] | None, location: str, chat: Chat | None) -> Trajectory:
+def _trajectory(
+    record: _Record,
+    reward: tuple[str, ...] | None,
+    location: str,
+    chat: Chat | None,
+    schemas: Sequence[dict[str, Any]],
+) -> Trajectory:
     columns = record.columns
     names = record.reward if reward is None else reward
     weights = record.weights if reward is None else {}
@@ -221,11 +246,17 @@ def _trajectory(record: _Record, reward: tuple[str, ...] | None, location: str, 
     for index, nodes in enumerate(record.rows):
         for turn in _turns(nodes, record.author, chat):
             turns.append(replace(turn, row=index, parent=turns[-1] if turns else None))
+    tools = _schemas(columns.get("tools") or columns.get("tool_defs")) or tuple(schemas)
     prompt = list(turns[0].messages) if turns and turns[0].kind == "prompt" else []
     while prompt and prompt[-1]["role"] == "assistant":  # an answer that the model continues
         prompt.pop()
     if not prompt:
         raise TaskError(f"{location}: a conversation must begin with a message that is not the assistant's")
+    if chat is not None and record.encodable:
+        parts = [part for nodes in record.rows for node in nodes for part in _parts(node.message)]
+        if strange := [part for part in parts if _get(part, "text") is None]:
+            raise TaskError(f"{location}: the chat encodes text only, got the part {strange[0]!r:.60}")
+        turns = encoded(turns, tools, chat, location)
     other = _OTHERS | {"tools", "tool_defs"} | set(numbers)
     fields = {name: value for name, value in columns.items() if name not in other and value is not None}
     id = record.task or digest(json.dumps(prompt, sort_keys=True), size=6)
@@ -241,7 +272,18 @@ def _trajectory(record: _Record, reward: tuple[str, ...] | None, location: str, 
         reward=math.fsum(scores) if scores else None,
         metrics={name: value for name, value in numbers.items() if name not in _OTHERS | {"reward", "score"}},
         error=None if error is None else _failure(error),
-        tools=tuple(columns.get("tools") or columns.get("tool_defs") or ()),
+        tools=tools,
+    )
+
+
+def _schemas(given: Any) -> tuple[dict[str, Any], ...]:
+    """Return the tool schemas of a row, which may be JSON or in Anthropic's format."""
+    given = _parsed(given) if isinstance(given, str) else given
+    return tuple(
+        {"type": "function", "function": {**tool, "parameters": tool["input_schema"]}}
+        if _get(tool, "input_schema")
+        else tool
+        for tool in given or ()
     )
 
 
@@ -270,13 +312,16 @@ def _turns(nodes: Sequence[_Node], author: str, chat: Chat | None) -> Iterator[T
     ids: tuple[int, ...] | None = ()
     kind: Any = "prompt"
     for node in (*nodes, None):
+        parts = node.message.get("content") if node is not None and node.ids is not None else None
+        if isinstance(parts, list) and any(_get(part, "type") not in ("text", None) for part in parts):
+            raise TaskError("messages with token ids must contain text only, got an image or another part")
         if node is not None and not node.action:
             message, _ = _message(node.message)
             messages.append(message)
             ids = None if node.ids is None or ids is None else ids + node.ids
             if message["role"] == "tool" and pending:  # TRL records no call ids; results are in call order
                 same = (i for i, call in enumerate(pending) if call.id == message.get("tool_call_id"))
-                results.append(replace(pending.pop(next(same, 0)), result=ToolResult(True, message["content"])))
+                results.append(replace(pending.pop(next(same, 0)), result=ToolResult(True, text_of(message))))
             continue
         if node is not None and node.ids is not None:
             ids = (ids or ()) + node.ids[: len(node.ids) - node.sampled]
@@ -297,7 +342,7 @@ def _turns(nodes: Sequence[_Node], author: str, chat: Chat | None) -> Iterator[T
 
 def _text(chat: Chat | None, ids: tuple[int, ...] | None, messages: Sequence[Message]) -> dict[str, Any]:
     if ids is None or chat is None:
-        return {"ids": ids, "text": "\n".join(message["content"] for message in messages)}
+        return {"ids": ids, "text": "\n".join(map(text_of, messages))}
     return {"ids": ids, "text": chat.text(ids), "token_texts": chat.token_texts(ids)}
 
 
@@ -305,7 +350,9 @@ def _message(given: Mapping[str, Any]) -> tuple[Message, tuple[ToolCall, ...]]:
     """Return a message with its content converted to text, and the tool calls of the message."""
     content = given.get("content")
     if isinstance(content, list):
-        content = "".join(str(_get(part, "text") or f"[{_get(part, 'type')}]") for part in content)
+        texts = [_get(part, "text") for part in content]
+        kinds = [f"[{_get(part, 'type')}]" for part in content]  # shown in place of an image
+        content = "".join(kind if text is None else str(text) for text, kind in zip(texts, kinds, strict=True))
     message: Message = {"role": given["role"], "content": str(content or "")}
     message |= {name: given[name] for name in ("tool_call_id", "name") if given.get(name)}
     if given.get("reasoning_content"):
@@ -314,10 +361,17 @@ def _message(given: Mapping[str, Any]) -> tuple[Message, tuple[ToolCall, ...]]:
     return with_calls(message, calls), calls
 
 
+def _parts(message: Mapping[str, Any]) -> list[Any]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []
+
+
 def _call(given: Any, index: int) -> ToolCall:
     """Return a tool call. In verifiers files, it may be a JSON string, or an object without the key "function"."""
     given = _parsed(given)
     function = _get(given, "function") or given
+    if isinstance(function, str):  # Inspect
+        function = {"name": function, "arguments": given.get("arguments")}
     raw = _get(function, "arguments")
     arguments = _parsed(raw)
     id, name = str(_get(given, "id") or f"call-{index}"), str(_get(function, "name") or "")

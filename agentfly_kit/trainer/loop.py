@@ -473,7 +473,8 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 kept += "; the policy has the weights of its last checkpoint"
             if self._workers.is_main:
                 with contextlib.suppress(RunError):  # the tasks are not JSON-serializable, or the disk is full
-                    saved = rollout.save(self.run.rollout_path(f"step-{index + 1:05d}-failed"))
+                    path = self.run.rollout_path(f"step-{index + 1:05d}-failed")
+                    saved = await run_in_thread(rollout.save, path)
                     kept += f"; the chains of this step are in {saved}"
             raise type(error)(f"step {index + 1}: {error} ({kept})") from error
         return stats, rollout, lag

@@ -15,7 +15,7 @@ from agentfly_kit._async.pending_call import PendingCall, pending_call
 from agentfly_kit.errors import _OTHER_NAMES
 
 
-class Chain:
+class Inherited:
     def __init__(self) -> None:
         self.ran = 0
 
@@ -29,6 +29,10 @@ class Chain:
     @pending_call
     async def fail(self) -> None:
         raise ValueError("inside")
+
+
+class Chain(Inherited):
+    """Messages show the class of the object, not the class that defines the method."""
 
 
 @pending_call

@@ -50,11 +50,11 @@ async def test_rollout_starts_once_when_awaited() -> None:
     engine = Played(["5"])
     run = agent(engine=engine, chat=chat()).rollout(TASK)
     await asyncio.sleep(0.01)
-    assert (engine.given, repr(run)) == ([], "<rollout of 1 tasks x 1 has not run: write `await` before it>")
+    assert (engine.given, repr(run)) == ([], "<rollout of 1 task x 1 has not run: write `await` before it>")
     errors.check(lambda: run.groups, af.errors.NotAwaited, "write (await run).groups, or run.partial.groups")
     a, b = await asyncio.gather(run, run)
     assert a == b == await run
-    assert (len(engine.given), repr(run)) == (1, "<rollout of 1 tasks x 1, 1 of 1 chains done, done>")
+    assert (len(engine.given), repr(run)) == (1, "<rollout of 1 task x 1, 1 of 1 chains done, done>")
 
 
 def test_asyncio_run_accepts_rollouts_evaluations_and_training_runs() -> None:

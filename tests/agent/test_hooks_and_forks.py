@@ -98,7 +98,7 @@ async def test_forks_of_one_task_run_concurrently() -> None:
 
     run = scripted(script, after_observation=lambda chain: 5 if chain.key.fork == "" else 0).rollout(TASKS[:1])
     assert len(await run) == 6
-    assert "rollout of 1 tasks x 1, 6 of 6 chains done" in repr(run)
+    assert "rollout of 1 task x 1, 6 of 6 chains done" in repr(run)
 
 
 @pytest.mark.parametrize("max_concurrency", [1, 2])

@@ -1,5 +1,6 @@
-"""Settings of the agent loop: nudges, texts of exceptions, a sliding window, and summaries of a full context."""
+"""Settings of the agent loop: nudges, users, texts of exceptions, a sliding window, summaries of a full context."""
 
+import asyncio
 from typing import Any
 
 import pytest
@@ -50,6 +51,91 @@ async def test_a_nudge_applies_in_steps_and_to_an_appended_sample() -> None:
     (sample,) = (await other.sample_turns(1)).trajectories
     other.append_sample(sample)
     assert other.ids == chain.ids
+
+
+# --- users
+
+
+async def test_a_user_replies_to_texts_until_it_has_nothing_to_say() -> None:
+    heard: list[str] = []
+
+    async def user(chain: Any) -> str | None:
+        heard.append(chain.turn.messages[0]["content"])
+        return {"Which sum?": "1+1, please", "2": "Thanks."}.get(heard[-1])
+
+    a = played(["Which sum?", call("1+1"), "2", "Bye."], user=user, max_turns=5)
+    t = await one(a)
+    assert [turn.author for turn in t.turns[1:]] == ["policy", "user", "policy", "tool", "policy", "user", "policy"]
+    assert heard == ["Which sum?", "2", "Bye."] and (t.stop, t.final) == ("answered", "Bye.")
+    assert t.turns[2].messages == ({"role": "user", "content": "1+1, please"},)
+    assert list(t.ids) == [*a.engine.given[-1], *a.engine.gave[-1]]
+    assert not any(t.action_mask[t.turn_index == i].any() for i in (2, 6))
+    limited = await one(a.replace(max_turns=3))  # no reply to the action at the limit
+    assert (limited.stop, limited.final, heard[3:]) == ("answered", "2", ["Which sum?"])
+
+
+async def test_a_person_replies_in_place_of_the_user_in_steps() -> None:
+    replies = iter(["1+1", None])
+    a = played(["Which sum?", "2", "3"], user=lambda chain: next(replies))
+    chain = a.chain(TASK)
+    await chain.sample()
+    assert (chain.stop, chain.user_due) == (None, True)
+    for early in (chain.sample, chain.step):
+        with pytest.raises(af.errors.SettingsError, match="the user has not replied yet"):
+            await early()
+    with pytest.raises(af.errors.SettingsError, match="the last action is complete"):
+        chain.force("2")
+    twin = await chain.fork()
+    chain.observe("2-1")
+    assert (chain.turn.author, chain.user_due, twin.user_due) == ("person", False, True)
+    assert (await twin.ask_user()).messages[0]["content"] == "1+1"
+    assert (await twin.step()).messages[0]["content"] == "2" and twin.stop == "answered"
+    assert twin.rewind(3).kind == "action" and twin.user_due
+    chain.rewind(2)
+    chain.force("What?")
+    assert chain.user_due
+
+
+@pytest.mark.parametrize(("reply", "error"), [(3, "SettingsError"), (KeyError("no reply"), "KeyError")])
+async def test_a_user_that_fails_leaves_the_chain_unscored(reply: Any, error: str) -> None:
+    def user(chain: Any) -> Any:
+        if isinstance(reply, Exception):
+            raise reply
+        return reply
+
+    t = await one(played(["2"], user=user))
+    assert (t.stop, t.reward, t.error.type) == ("error", None, error)
+
+
+async def test_the_time_limit_of_a_chain_includes_its_user() -> None:
+    t = await one(played(["2"], user=lambda chain: asyncio.Event().wait(), timeout=0.01))
+    assert (t.stop, t.final) == ("timeout", None)
+
+
+async def test_a_simulated_user_sees_the_conversation_with_exchanged_roles() -> None:
+    seen: list[Any] = []
+
+    def script(task: af.Task, turn: int) -> str:
+        seen.append(task.messages)
+        return ["It is 1+1.", "Thank you. ###STOP###"][turn]
+
+    wishes = lambda task: f"You want to know {task.fields['answer']}."  # noqa: E731
+    user = af.hooks.simulated_user(af.ScriptedEngine(script), wishes)
+    t = await one(played(["Which sum?", call("1+1"), "2"], user=user))
+    assert (t.stop, t.final, len(t.turns)) == ("answered", "2", 6)
+    assert seen[0][0]["content"].endswith("write ###STOP###\n\nYou want to know 2.")
+    assert [(m["role"], m["content"]) for m in seen[1][1:]] == [
+        ("user", "Hello! How can I help you?"),
+        ("assistant", "What is 1+1?"),
+        ("user", "Which sum?"),
+        ("assistant", "It is 1+1."),
+        ("user", "2"),
+    ]
+    policy = af.LocalEngine(shipped(), slots=8)
+    a = agent(user=af.hooks.simulated_user(policy, "You want to know a sum."), max_turns=3)
+    first, again = [await a.rollout(tasks(3), 2) for _ in range(2)]
+    assert [t.ids.tolist() for t in first] == [t.ids.tolist() for t in again]
+    assert any(turn.author == "user" for t in first for turn in t.turns) and all(t.error is None for t in first)
 
 
 # --- exceptions

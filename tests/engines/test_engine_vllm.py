@@ -380,9 +380,7 @@ async def test_an_update_that_fails_amid_its_work_leaves_no_wrong_record(
     engine: af.VLLMEngine, policy: af.Policy, endless: af.Sampling, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
-    host = engine._host
     all_of = weight_transfer.weight_sources
-    monkeypatch.setattr(host, "chunk", 20_000)
     # A matrix of the last layer is missing, after the preceding layers have been updated.
     monkeypatch.setattr(
         weight_transfer,
@@ -425,8 +423,8 @@ async def test_an_update_that_is_cancelled_is_none_or_whole(
         await errors.check(lambda: update, asyncio.CancelledError)
 
     with policy.lock:  # locked like during a training step: nothing is sent yet
-        await cancelled(until(lambda: host._transfers))
-    await until(lambda: not host._transfers)
+        await cancelled(until(host._loading.locked))
+    await until(lambda: not host._loading.locked())
     assert await seen(engine, policy) == before and engine.version == version
     pause, paused = host._llm.pause_generation, asyncio.Event()
 
@@ -437,10 +435,9 @@ async def test_an_update_that_is_cancelled_is_none_or_whole(
 
     monkeypatch.setattr(host._llm, "pause_generation", stays)
     await cancelled(paused.wait())
-    await until(lambda: not host._transfers)
+    await until(lambda: not host._loading.locked())
     monkeypatch.undo()
     assert await seen(engine, policy) == before and engine.version == version  # the engine is no longer paused
-    monkeypatch.setattr(host, "chunk", 20_000)
     call, calls, reached = host._llm.collective_rpc, [], asyncio.Event()
 
     async def counted(*args: object, **options: object) -> object:
@@ -451,8 +448,8 @@ async def test_an_update_that_is_cancelled_is_none_or_whole(
 
     monkeypatch.setattr(host._llm, "collective_rpc", counted)
     await cancelled(reached.wait())
-    await until(lambda: not host._transfers)
-    assert engine.version == policy.version and len(calls) > 9
+    await until(lambda: not host._loading.locked())
+    assert engine.version == policy.version and len(calls) == 4
     assert max(gaps(policy, await batch_of(engine, policy))) <= UPDATED_GAP
     assert not leftovers() and not policy.lock.locked()
 
@@ -504,14 +501,13 @@ async def test_a_dead_core_is_an_error_of_each_chain_and_can_be_told(
 
     async def deadly(*args: object, **options: object) -> object:
         calls.append(args)
-        if len(calls) == 3:  # during an update, while vLLM reads its buffer
+        if len(calls) == 3:  # during an update, instead of reading the weights
             loop.call_soon_threadsafe(more)
             await asyncio.sleep(0.1)
             for process in processes():
                 os.kill(process, signal.SIGKILL)
         return await call(*args, **options)
 
-    monkeypatch.setattr(host, "chunk", 20_000)
     monkeypatch.setattr(host._llm, "collective_rpc", deadly)
     version = engine.version
     nudge(policy)

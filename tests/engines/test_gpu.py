@@ -15,7 +15,6 @@ import torch
 from test_engine_vllm import batch_of
 
 import agentfly_kit as af
-from agentfly_kit.engines.vllm.weight_transfer import CHUNK
 
 DEVICE = torch.device(os.environ.get("AGENTFLY_GPU_TESTS_ON", "cuda:0"))
 CUDA = DEVICE.type == "cuda"
@@ -117,21 +116,6 @@ async def test_new_weights_go_to_vllm_and_it_samples_from_them(engine: af.VLLMEn
         assert set(batch.versions[batch.mask].tolist()) == {seed}
         gap = float(gaps(policy, batch).mean())
         assert gap <= BFLOAT16_GAP and float(gaps(old, batch).mean()) >= 5 * gap
-
-
-@vllm
-@pytest.mark.asyncio(loop_scope="module")
-async def test_many_chunks_are_as_good_as_one(engine: af.VLLMEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = nudged(policy_on(torch.bfloat16), 4)
-    prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
-    found = []
-    await engine.start()
-    for chunk in (20_000, CHUNK):
-        monkeypatch.setattr(engine._host, "chunk", chunk)
-        await engine.update(nudged(policy_on(torch.bfloat16), 5))
-        await engine.update(policy)
-        found.append(await engine.distribution(prompt, af.Sampling(), top=8))
-    assert found[0] == found[1]
 
 
 @vllm

@@ -15,7 +15,6 @@ from urllib.parse import urlsplit
 
 import agents
 import errors
-import psutil
 import pytest
 import torch
 from http_server import Server
@@ -23,9 +22,14 @@ from test_fleet import nudge, states
 from waiting import GUARD, until
 
 import agentfly_kit as af
-from agentfly_kit.engines.vllm import remote
-from agentfly_kit.engines.vllm.buffers import ServedMemory, fetch_chunk, open_buffer
-from agentfly_kit.engines.vllm.weight_transfer import ChunkReader, architecture
+from agentfly_kit.engines.vllm.weight_transfer import architecture, open_weights, read_weights
+
+PHASES = {
+    "/init_weight_transfer_engine": "init",
+    "/start_weight_update": "start",
+    "/update_weights": "update",
+    "/finish_weight_update": "finish",
+}
 
 
 class PolicyServer(Server):
@@ -38,11 +42,9 @@ class PolicyServer(Server):
         super().__init__()
         self.initial = policy.copy()  # the policy itself is locked while it sends weights
         self.transports: list[str] = []
-        self.chunks = 0
         self.fault: Callable[[str, dict[str, Any]], Any] = lambda path, body: None
-        self.dtype = "float32"
+        self.dtype, self.backend = "float32", "agentfly"
         self.clients: list[af.OpenAIEngine] = []
-        self._loading = threading.Lock()
         self.answer = lambda path, body: self.fault(path, body) or self.respond(path, body)
         self.restart()
 
@@ -50,7 +52,7 @@ class PolicyServer(Server):
         """Load the initial weights, as a new process would."""
         self.policy = self.initial.copy()
         self.engine = af.LocalEngine(self.policy)
-        self.label, self.paused, self._reader = "default", False, None
+        self.label, self.paused, self.updating = "default", False, False
 
     def respond(self, path: str, body: dict[str, Any]) -> Any:
         path = path.split("?")[0]
@@ -60,8 +62,8 @@ class PolicyServer(Server):
             return asyncio.run(self.complete(body))
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
-        elif path == "/update_weight_version":
-            self.label = body["new_version"]
+        elif path in PHASES:
+            return self.transfer(PHASES[path], body)
         elif path == "/weight_info":
             return {"weight_version": self.label}
         elif path == "/collective_rpc":
@@ -81,34 +83,31 @@ class PolicyServer(Server):
         return {"choices": [choice]}
 
     def agentfly_describe(self) -> dict[str, Any]:
-        return architecture(self.policy.model.config) | {"dtype": self.dtype}
+        return architecture(self.policy.model.config) | {"dtype": self.dtype, "backend": self.backend}
 
-    def agentfly_receive(self, handle: dict[str, Any], slices: list[Any], number: int, last: bool) -> Any:
+    def transfer(self, phase: str, body: dict[str, Any]) -> Any:
+        """Carry out a phase of an update; return the error as vLLM does."""
         assert self.paused
-        with self._loading:
-            if number == 0:
-                try:
-                    buffer = open_buffer(handle)
-                    if "url" in handle:
-                        fetch_chunk(handle["url"], slices, buffer)
-                except (OSError, http.client.HTTPException) as error:
-                    return f"{type(error).__name__}: {error}"
-                self._reader, self._buffer, self._next = ChunkReader(), buffer, 0
-            if self._reader is None or number != self._next:
-                raise ConnectionError  # vLLM answers with status 500
-            if number and "url" in handle:
-                fetch_chunk(handle["url"], slices, self._buffer)
-            self._next, self.chunks = number + 1, self.chunks + 1
-            state = dict(self.policy.model.state_dict())
-            with torch.no_grad():
-                for name, tensor in self._reader.read(slices, self._buffer):
-                    state[name].copy_(tensor)
-            self.policy.version += last  # the keys and values of other weights are not used
-            self.transports.append(handle["transport"])
-        return None
-
-    def agentfly_abort(self) -> None:
-        self._reader = None
+        try:
+            if phase == "init":
+                self._stream = open_weights(body["init_info"]["address"])
+                self.transports.append(urlsplit(body["init_info"]["address"]).scheme)
+            elif (phase == "start") == self.updating:
+                raise ValueError("the phases are out of order")
+            if phase == "update":
+                state = dict(self.policy.model.state_dict())
+                with torch.no_grad(), self._stream as stream:
+                    for name, tensor in read_weights(stream, body["update_info"]["tensors"]):
+                        state[name].copy_(tensor)
+                self.policy.version += 1  # the keys and values of other weights are not used
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            self.updating = False
+            return 500, {"error": {"message": str(error)}}, {}
+        if phase == "finish":
+            self.label = body.get("weight_version") or self.label
+        if phase in ("start", "finish"):
+            self.updating = phase == "start"
+        return {}
 
     def client(self, **settings: Any) -> af.OpenAIEngine:
         settings = {"tokens": "exact", "backoff": 0.01, "timeout": GUARD, "retries": 1} | settings
@@ -126,9 +125,8 @@ def policy() -> af.Policy:
 
 
 @pytest.fixture
-async def pair(policy: af.Policy, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Pair]:
-    """Two servers with the weights of the policy, which receive further weights in several chunks."""
-    monkeypatch.setattr(remote, "CHUNK", 200_000)
+async def pair(policy: af.Policy) -> AsyncIterator[Pair]:
+    """Two servers with the weights of the policy."""
     servers = PolicyServer(policy), PolicyServer(policy)
     yield servers
     for server in servers:
@@ -147,35 +145,7 @@ def gap(server: PolicyServer, policy: af.Policy) -> float:
 # --- transport -----------------------------------------------------------------------------------
 
 
-def test_served_memory_is_read_by_those_who_know_its_path() -> None:
-    memory = ServedMemory(1000, [("127.0.0.1", 0), ("127.0.0.1", 0)])
-    memory.tensor[:] = torch.arange(1000) % 256
-    handle = memory.handle
-    url = f"http://127.0.0.1:{handle['ports']['127.0.0.1', 0]}"
-    buffer = open_buffer(handle)
-    fetch_chunk(url + handle["path"], [["a", "uint8", [10], 0, 0, 10], ["b", "uint8", [7], 0, 90, 7]], buffer)
-    assert torch.equal(buffer[:97], memory.tensor[:97])
-    for wrong, slices in (
-        (url + "/", []),
-        (url + handle["path"][:-2] + "/", []),
-        (url + handle["path"], [["a", "uint8", [2000], 0, 0, 2000]]),
-    ):
-        errors.check(
-            lambda: fetch_chunk(wrong, slices, torch.empty(3000, dtype=torch.uint8)), OSError, "answered 404"
-        )
-    with pytest.raises(OSError, match="answered 404") as caught:
-        fetch_chunk(url + "/", [], buffer)
-    ports = [c.raddr.port for c in psutil.Process().net_connections("tcp") if c.raddr]
-    assert handle["ports"]["127.0.0.1", 0] not in ports, f"a connection is open as long as the error exists: {caught}"
-    memory.close()
-    errors.check(
-        lambda: fetch_chunk(url + handle["path"], [], buffer),
-        OSError,
-        re.compile(r"cannot read from 127\.0\.0\.1:\d+: ConnectionRefusedError"),
-    )
-
-
-@pytest.mark.parametrize(("weights", "transport"), [("auto", "shm"), ("http", "http"), ("http://localhost", "http")])
+@pytest.mark.parametrize(("weights", "transport"), [("auto", "file"), ("http", "http"), ("http://localhost", "http")])
 async def test_a_server_gets_the_weights(pair: Pair, policy: af.Policy, weights: str, transport: str) -> None:
     server, _ = pair
     engine = server.client(weights=weights)
@@ -183,7 +153,7 @@ async def test_a_server_gets_the_weights(pair: Pair, policy: af.Policy, weights:
     assert (await engine.sample(prompt, af.Sampling(max_tokens=2), 0)).versions == (0, 0)
     nudge(policy)
     await engine.update(policy)
-    assert gap(server, policy) == 0 and set(server.transports) == {transport} and server.chunks > 3
+    assert gap(server, policy) == 0 and server.transports == [transport]
     assert (engine.version, engine.dtype, engine.vocab_size) == (1, "float32", policy.vocab_size)
     assert server.label.startswith("1-") and not server.paused and not policy.lock.locked()
     assert set((await engine.sample(prompt, af.Sampling(max_tokens=8), 0)).versions or ()) == {1}
@@ -196,7 +166,7 @@ async def test_a_fleet_of_servers_gets_the_weights_and_is_checked(pair: Pair, po
         await fleet.update(policy)
         assert [gap(server, policy) for server in pair] == [0, 0] and states(fleet) == ["up", "up"]
         assert all(member.gap <= 1e-5 for member in fleet.members)
-    assert [set(server.transports) for server in pair] == [{"http"}, {"shm"}]
+    assert [set(server.transports) for server in pair] == [{"http"}, {"file"}]
     rollout = await agents.agent(policy, engine=fleet).rollout(agents.tasks(8), group_size=2)
     assert not rollout.failed and {int(v) for t in rollout for v in t.versions[t.action_mask]} == {2}
 
@@ -214,7 +184,7 @@ async def test_a_server_that_fails_during_an_update_is_excluded_until_the_next(
     def fault(path: str, body: dict[str, Any]) -> Any:
         if how == "stays paused" and path == "/resume":
             return 500, {"error": "no"}, {}
-        if body.get("method") == "agentfly_receive" and body["args"][2] == 1:
+        if path == "/update_weights":
             if how == "reset":
                 raise ConnectionError
             if how == "status 500":
@@ -280,7 +250,7 @@ async def test_a_cancelled_update_is_known_to_be_incomplete(pair: Pair, policy: 
     reached, go_on = threading.Event(), threading.Event()
 
     def fault(path: str, body: dict[str, Any]) -> Any:
-        if body.get("method") == "agentfly_receive" and body["args"][2] == 1:
+        if path == "/update_weights":
             reached.set()
             go_on.wait(GUARD)
 
@@ -326,35 +296,33 @@ async def test_an_address_that_the_server_cannot_reach_is_named(pair: Pair, poli
     before = gap(server, policy)
     engine = server.client(weights="http://nowhere.invalid:0")
     nudge(policy)
-    says = r"cannot read the weights \(OSError: cannot read from nowhere\.invalid:.*set weights='http://<address>:<port>'"
+    says = r"cannot read the weights \(.*cannot read http://nowhere\.invalid:.*set weights='http://<address>:<port>'"
     await errors.check(lambda: engine.update(policy), af.errors.EngineError, re.compile(says))
     assert before == 0 < gap(server, policy) and not server.paused
     assert (await engine.sample([1, 2], af.Sampling(max_tokens=2), 0)).versions == (
         0,
         0,
     )  # the server keeps its weights
-    server.fault = lambda path, body: (
-        {"results": ["FileNotFoundError: buffer"]} if body.get("method") == "agentfly_receive" else None
-    )
+    server.fault = lambda path, body: (500, {"error": "no file"}, {}) if PHASES.get(path) == "init" else None
     await errors.check(
         lambda: server.client().update(policy),
         af.errors.EngineError,
-        re.compile(r"FileNotFoundError.*must run on this machine as this user; use weights='http"),
+        re.compile(r"no file.*must run on this machine as this user; use weights='http"),
     )
 
 
 async def test_a_server_with_another_precision_is_named(pair: Pair, policy: af.Policy) -> None:
     pair[1].dtype = "bfloat16"
     fleet = af.Fleet([server.client() for server in pair])
-    load = pair[1].agentfly_receive
+    transfer = pair[1].transfer
 
-    def rounded(*args: Any) -> Any:
-        got = load(*args)
+    def rounded(phase: str, body: dict[str, Any]) -> Any:
+        got = transfer(phase, body)
         for tensor in pair[1].policy.model.parameters():
             tensor.data.copy_(tensor.data.bfloat16())
         return got
 
-    pair[1].agentfly_receive = rounded  # type: ignore[method-assign]
+    pair[1].transfer = rounded  # type: ignore[method-assign]
     with pytest.warns(UserWarning, match=r"differ by .* nats .* another precision .*its dtype is bfloat16"):
         await fleet.update(policy)
     assert states(fleet) == ["up", "stale"] and 1e-3 < fleet.members[1].gap < 0.05

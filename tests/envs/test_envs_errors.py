@@ -13,6 +13,7 @@ from agentfly_kit.envs.alfworld import official
 from agentfly_kit.envs.chess.board import from_fen
 from agentfly_kit.envs.competition import position, read_submission
 from agentfly_kit.envs.judge.judging import Judge, Rubric
+from agentfly_kit.envs.retrieval import VectorIndex, WordIndex
 from agentfly_kit.envs.search import Corpus, Search
 
 BARE = af.Task("x", ({"role": "user", "content": "?"},))
@@ -95,6 +96,8 @@ SUBMISSIONS = (
     (lambda: af.envs.scienceworld.rows(1, "exam"), af.errors.SettingsError, "unknown split 'exam'"),
     (lambda: Corpus.load("nowhere.jsonl"), af.errors.TaskError, "nowhere.jsonl: no such file; its rows must have "),
     (lambda: Corpus([]), af.errors.SettingsError, "the corpus 'yours' is empty"),
+    (lambda: WordIndex([]), af.errors.SettingsError, "an index needs at least one text"),
+    (lambda: VectorIndex([], list), af.errors.SettingsError, "an index needs at least one text"),
     (lambda: Search(topk=0), af.errors.SettingsError, "topk must be an integer of at least 1, got 0"),
     (lambda: Search(metric="rouge"), af.errors.SettingsError, "metric must be one of 'em', 'f1', got 'rouge'"),
     (lambda: af.envs.search.tasks(5000, "train"), af.errors.SettingsError, "the number of train tasks, got 5000"),

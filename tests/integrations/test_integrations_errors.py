@@ -23,6 +23,8 @@ ROWS: tuple[tuple[Any, str], ...] = (
     ([{"traces": [{"nodes": []}]}], "the verifiers trace is damaged or has an unsupported version (KeyError"),
     ([{"traces": [{"task": {"data": {}}, "nodes": [{"parent": 0}]}]}], "the parent of a node must precede it"),
     ([{"messages": []}], "must begin with"),
+    ([{"conversations": [{"from": "robot", "value": "a"}]}], "'from' must be one of system, human, user"),
+    ([{"conversations": [{"from": "function_call", "value": "a"}]}], "a function_call must contain JSON, got 'a'"),
     ("missing.jsonl", "no such file or folder"),
     (".", " files, got none"),
 )

@@ -7,11 +7,13 @@ with the tokens of a calculator chain. A table that TRL writes is in test_trl.py
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import errors
 import pandas as pd
 import pytest
-from agents import chat
+from agents import calculator, chat, fresh, put_call
+from chat_templates import NAMES, named
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
@@ -120,3 +122,100 @@ def test_tables_in_memory_and_rewards() -> None:
         af.errors.TaskError,
         re.compile(r"rows, row 0: the reward column 'prize' must be a number; .* exact, short"),
     )
+
+
+# --- message logs that are encoded
+
+TEXT = '<tool_call>{"name":"calculator","arguments":{"expression":"2+3"}}</tool_call>'
+CALL = {"id": "a", "function": {"name": "calculator", "arguments": {"expression": "2+3"}}}
+QUESTION, ANSWER = {"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "5"}
+OPENAI = [QUESTION, {**ANSWER, "content": None, "tool_calls": [CALL]}, {"role": "tool", "content": "5"}, ANSWER]
+OPENAI[2]["tool_call_id"] = "a"
+SCHEMA = calculator.schema
+ANTHROPIC = [
+    QUESTION,
+    {
+        "role": "assistant",
+        "content": [
+            {"type": "text", "text": ""},
+            {"type": "tool_use", "id": "a", "name": "calculator", "input": {"expression": "2+3"}},
+        ],
+    },
+    {
+        "role": "user",
+        "content": [{"type": "tool_result", "tool_use_id": "a", "content": [{"type": "text", "text": "5"}]}],
+    },
+    {"role": "assistant", "content": [{"type": "text", "text": "5"}]},
+]
+SHAREGPT = [
+    {"from": "human", "value": "2+3?"},
+    {"from": "function_call", "value": json.dumps(CALL["function"])},
+    {"from": "observation", "value": "5"},
+    {"from": "gpt", "value": "5"},
+]
+INSPECT = [
+    QUESTION,
+    {**OPENAI[1], "tool_calls": [{"id": "a", **CALL["function"], "function": "calculator"}]},
+    *OPENAI[2:],
+]
+LOGS = {
+    "openai": {"system": "Add.", "messages": OPENAI, "reward": 1},
+    "anthropic": {"system": [{"type": "text", "text": "Add."}], "messages": ANTHROPIC, "reward": 1},
+    "sharegpt": {"system": "Add.", "conversations": SHAREGPT, "reward": 1},
+    "inspect": {"samples": [{"id": 1, "messages": [{"role": "system", "content": "Add."}, *INSPECT],
+                             "scores": {"match": {"value": "C"}}}]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOGS)
+async def test_a_log_has_the_token_ids_of_an_agent_and_can_be_imitated(name: str, tmp_path: Path) -> None:
+    tools = (
+        [{**SCHEMA["function"], "input_schema": SCHEMA["function"]["parameters"]}]
+        if name == "anthropic"
+        else [SCHEMA]
+    )
+    row = LOGS[name] if name == "inspect" else {**LOGS[name], "tools": json.dumps(tools)}
+    (tmp_path / "log.jsonl").write_text(json.dumps(row) + "\n")
+    given = [calculator] if name == "inspect" else []
+    (t,) = logged = af.read_rollouts(tmp_path / "log.jsonl", chat=chat(), tools=given)
+    agent = af.Agent(af.ScriptedEngine([TEXT, "5"]), chat=chat(), tools=[calculator], system="Add.")
+    (wanted,) = await agent.rollout(af.Task("t", (QUESTION,)))
+    assert t.ids.tolist() == wanted.ids.tolist() and (t.final, t.reward) == ("5", 1.0)
+    assert not t.action_mask.any() and t.tool_calls[0].result.observation == "5"
+    batch = af.collate(logged, imitate=True)
+    assert chat().text(batch.ids[0][batch.mask[0]].tolist()) == f"{TEXT}<|im_end|>5<|im_end|>"
+    stats = await af.imitate(fresh(), logged, epochs=8, lr=1e-3)
+    assert stats[-1].loss < stats[0].loss
+
+
+LONGER = [*OPENAI, {"role": "user", "content": "Thanks."}, {"role": "assistant", "content": "Welcome."}]
+
+
+@pytest.mark.parametrize("history", ["exact", "rerender"])
+@pytest.mark.parametrize(
+    "name", [n for n in ("llama3_1", "phi3", "qwen2_5", "qwen3", "qwen3_training") if n in NAMES]
+)
+def test_an_encoded_log_is_what_the_template_renders(name: str, history: str) -> None:
+    chat = af.Chat(named(name), history=history)
+    rows = [{"messages": LONGER, "tools": [SCHEMA]}]
+    if name == "qwen3" and history == "exact":  # it drops empty thoughts of earlier turns
+        errors.check(lambda: af.read_rollouts(rows, chat=chat), af.errors.TaskError, "does not allow appending")
+        return
+    (t,) = af.read_rollouts(rows, chat=chat)
+    assert len(t.rows) == (2 if name == "qwen3" else 1)
+    assert not chat.drift(t.rows[-1]) and chat.text(t.rows[-1].ids.tolist()).count("Welcome.") == 1
+
+
+@pytest.mark.parametrize(
+    ("messages", "text"),
+    [
+        (MESSAGES, "row 0: the chat encodes text only, got the part {'type': 'image_url'"),
+        ([QUESTION, MESSAGES[2], *MESSAGES[3:]], "the call b of add is invalid: the arguments are not a JSON object"),
+        ([*OPENAI[:2], QUESTION, ANSWER], "the calls a must have results"),
+        ([QUESTION, {"role": "assistant", "content": put_call("x")}], "would not be parsed as the same message"),
+    ],
+)
+def test_a_conversation_that_cannot_be_encoded_is_rejected(messages: Any, text: str) -> None:
+    rows = [{"messages": messages, "tools": [SCHEMA]}]
+    errors.check(lambda: af.read_rollouts(rows, chat=chat()), af.errors.TaskError, text)
+    assert len(af.read_rollouts(rows)) == 1  # it can be displayed

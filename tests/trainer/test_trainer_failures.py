@@ -18,10 +18,11 @@ import dice
 import errors
 import pytest
 import torch
+from agentfly_kit.widgets import TrainView
 from paths import TESTS
 from processes import open_files
-from test_trainer import SMALL, Whole, learner, leave, numbers, start
-from waiting import until
+from test_trainer import SMALL, Whole, failing, learner, leave, numbers, start
+from waiting import GUARD, until
 
 import agentfly_kit as af
 
@@ -102,6 +103,47 @@ async def test_a_damaged_checkpoint_is_named_and_the_previous_one_can_be_used(
     run = start(tmp_path / "run", policy)
     assert [s.replayed async for s in run] == [True, True, False, False]
     assert (policy.fingerprint(), numbers(run)) == whole
+
+
+async def test_a_slow_disk_neither_blocks_the_event_loop_nor_loses_a_step(
+    tmp_path: Path, whole: Whole, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waiting: list[str] = []
+    turns, replace = threading.Semaphore(0), os.replace
+
+    def slow(old: Any, new: Any) -> None:
+        assert threading.current_thread() is not threading.main_thread(), f"writing {new} blocks the event loop"
+        waiting.append(Path(new).name)
+        assert turns.acquire(timeout=GUARD)
+        replace(old, new)
+
+    async def finish(run: af.TrainRun, cancel_at: str = "") -> None:
+        view, work = TrainView(run), asyncio.ensure_future(run._wait())
+        while not work.done():
+            await until(lambda: waiting or work.done())
+            if work.done():
+                break
+            run.pause()
+            view._update_picture()
+            assert view._about["control"]["paused"], "the view does not follow while a write waits"
+            run.resume()
+            if cancel_at in waiting:
+                work.cancel()
+            del waiting[:]
+            turns.release()
+        view.close()
+        await work
+
+    monkeypatch.setattr(os, "replace", slow)
+    config = SMALL.replace(save_rollouts=True)
+    policy = learner()
+    run = start(tmp_path / "run", policy, config)
+    await errors.check(lambda: finish(run, "step-00002.jsonl"), asyncio.CancelledError, "interrupted after step 2")
+    await finish(run)
+    assert (policy.fingerprint(), numbers(run)) == whole
+    assert [len(run.run.rollout(step)) for step in (1, 2, 3, 4)] == [12] * 4
+    broken = start(tmp_path / "broken", learner(), SMALL.replace(advantage=failing))
+    await errors.check(lambda: finish(broken), af.errors.AgentFlyError, "step-00001-failed.jsonl")
 
 
 async def test_missing_records_are_noticed(tmp_path: Path) -> None:

@@ -156,3 +156,68 @@ def test_an_interrupted_run_continues_and_a_killed_kernel_is_noticed(notebook: A
     view.get_by_role("button", name="Stop after this step").click()
     nb.finish()
     assert nb.python("run.resumed_from") > done
+
+
+@pytest.mark.real
+def test_two_browsers_show_the_same_state_and_a_click_acts_once(notebook: Any, lab: browser.Lab) -> None:
+    nb = notebook(
+        AGENT,
+        """
+        run, calls = started('shared'), []
+        view = w.TrainView(run)
+        for name in ("pause", "resume", "stop"):
+            def counted(name=name, call=getattr(run, name)):
+                calls.append(name)
+                call()
+            setattr(run, name, counted)
+        view
+        """,
+        "stepper = w.ChainStepper(agents.scripted([agents.call('6*7'), '42']).chain(agents.tasks()[0]))\nstepper",
+        "training = asyncio.ensure_future(run._wait())",
+    )
+    nb.run()
+    nb.page.evaluate(f"async () => {{ {nb._PANEL} await panel.context.save(); }}")
+    other = browser.Notebook(lab, nb.path, 1280, 1100)
+    trains = [each.page.locator(".afk-trainview") for each in (nb, other)]
+    steppers = [each.page.locator(".afk-stepper") for each in (nb, other)]
+
+    def press(view: Any, name: str) -> None:
+        view.get_by_role("button", name=name, exact=True).click()
+
+    nb.wait_python("len(view._pages), len(stepper._pages)", (2, 2))
+    nb.wait_python("len(run.records) > 2", True)
+    # Each browser shows what was done in the other one.
+    press(trains[0], "Pause")
+    for view in trains:
+        view.get_by_role("button", name="Resume").wait_for()
+    trains[1].locator(".afk-charts").focus()
+    other.press("Home", "ArrowRight", "Enter")
+    for view in trains:
+        view.get_by_text("step 2 · view.step", exact=True).wait_for()
+        browser.expect(view.get_by_role("region", name="trajectories of step 2").locator("tbody tr")).to_have_count(4)
+    trains[0].locator(".afk-charts").focus()
+    nb.press("Escape")
+    for view in trains:
+        view.get_by_role("region", name="trajectories of step 2").wait_for(state="hidden")
+    press(trains[1], "Resume")
+    for view in trains:
+        view.get_by_role("button", name="Pause").wait_for()
+    press(steppers[1], "Sample")
+    for view in steppers:
+        browser.expect(view.locator(".afk-turn2")).to_have_count(2)
+    press(steppers[0], "Run the tools")
+    for view in steppers:
+        browser.expect(view.locator(".afk-turn2")).to_have_count(3)
+    press(steppers[1], "Fork")
+    for view in steppers:
+        browser.expect(view.locator(".afk-tabs button")).to_have_count(2)
+    # A view continues when the other browser is closed.
+    other.context.close()
+    press(trains[0], "Stop after this step")
+    nb.wait_python("training.done()", True)
+    browser.expect(trains[0].locator(".afk-state")).to_contain_text("stopped after step", use_inner_text=True)
+    assert nb.python("calls, len(stepper.chains), view._notice, stepper._notice") == (
+        ["pause", "resume", "stop", "resume"], 2, "", "",  # `stop` calls `resume`
+    )  # fmt: skip
+    # JupyterLab logs an error for messages of the comm with which the other browser restores its views.
+    nb.errors[:] = [each for each in nb.errors + other.errors if "Comm not found for comm id" not in each]

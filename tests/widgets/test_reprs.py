@@ -118,6 +118,9 @@ async def test_a_diff_shows_which_chains_changed_and_where() -> None:
     assert len(diff.gained) == 1
     text = page(diff).text
     assert all(words in text for words in (tasks[0].id, "turn 1", answers[tasks[0].id]))
+    assert {row.count("<td") for row in diff._repr_html_().split("<tr>")[1:]} == {2}, (
+        "texts beside each other are narrow"
+    )
     assert tasks[1].id not in text
     assert "no chain changed its outcome" in page(before.diff(before)).text
     assert "Reward 0" in before.trajectories[0].explain()

@@ -19,9 +19,8 @@ from typing import Any, cast
 
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine, check_scorer
-from agentfly_kit.engines.vllm.host import Host, load_config
-from agentfly_kit.engines.vllm.weight_transfer import architecture, check_architecture
-from agentfly_kit.engines.vllm.worker import EXTRA_COLUMNS
+from agentfly_kit.engines.vllm.host import EXTRA_COLUMNS, Host, load_config
+from agentfly_kit.engines.vllm.weight_transfer import TRANSFER_CONFIG, architecture, check_architecture
 from agentfly_kit.errors import EngineError, check_value
 from agentfly_kit.policy.policy import Policy, read_json
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
@@ -221,6 +220,7 @@ class VLLMEngine(Engine):
             "max_num_seqs": 256,
             "disable_log_stats": True,
             "max_logprobs": _MAX_TOP + EXTRA_COLUMNS,
+            "weight_transfer_config": TRANSFER_CONFIG,
         }
         if not torch.cuda.is_available():
             sequences = self._engine_args.get("max_num_seqs", settings["max_num_seqs"])
@@ -299,9 +299,9 @@ class VLLMEngine(Engine):
 
     @staticmethod
     def _versions(got: Any, count: int, version: int) -> tuple[int, ...]:
-        """Return the policy version of each token. If vLLM does not report versions, it is `version`."""
+        """Return the policy version of each token; `version` before the first update."""
         out = [version] * count
-        for span in getattr(got, "weight_versions", None) or ():
+        for span in got.weight_versions or ():
             if span.version.isdigit():
                 out[span.start : span.end] = [int(span.version)] * (span.end - span.start)
         return tuple(out)
@@ -360,10 +360,10 @@ class VLLMEngine(Engine):
     async def update(self, policy: Any) -> None:
         """Load the policy's weights into vLLM. Running requests are paused and continue with the new weights.
 
-        The weights are sent in chunks of at most 64 MiB through shared host memory. An adapter is merged into them, and
-        the value head is left out. Caches computed with the old weights are discarded. `policy.lock` is held during the
-        transfer. If the call is cancelled before vLLM has received any weights, nothing changes. If it is cancelled
-        later, the update continues in the background, and `version` changes when the update is complete.
+        The weights are first gathered in shared host memory, which must have space for all of them. `policy.lock` is
+        held only for this. An adapter is merged into them, and the value head is left out. Caches computed with the old
+        weights are discarded. If the call is cancelled before vLLM receives the weights, nothing changes. If it is
+        cancelled later, the update continues in the background, and `version` changes when the update is complete.
 
         If vLLM fails during an update, its weights are undefined, and the engine does not sample until an update
         succeeds.

@@ -11,8 +11,10 @@ import multiprocessing
 import multiprocessing.spawn
 import os
 import re
+import select
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import threading
@@ -20,10 +22,13 @@ from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
-from agentfly_kit.engines.vllm.weight_transfer import CHUNK, BufferNotOpened, Delivery
+from agentfly_kit._async.pending_call import wait_all
+from agentfly_kit.engines.vllm.weight_transfer import WeightFile
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 
+# Number of columns that the sampler of `worker` inserts between the logprob of the sampled token and the top logprobs.
+EXTRA_COLUMNS = 2
 # Seconds after which vLLM's processes are killed at shutdown. The CPU worker would not exit by itself.
 _SHUTDOWN_SECONDS = 1.0
 # Seconds between checks that vLLM's core is alive while a call waits for its result.
@@ -51,8 +56,6 @@ class Host:
 
     def __init__(self, settings: dict[str, Any], version: int) -> None:
         self.version = version
-        # Maximum size of the transfer buffer in bytes.
-        self.chunk = CHUNK
         # Error of a failed update that left the weights undefined; "" if they are valid.
         self.update_failure = ""
         self._failed_updates = 0
@@ -61,7 +64,6 @@ class Host:
         self.log.touch()
         self.exact = False
         self._loading = asyncio.Lock()
-        self._transfers: set[asyncio.Task[None]] = set()
         self._settings = settings
         self._llm: Any = None
         self._sampling_types: Any = None
@@ -163,27 +165,42 @@ class Host:
         return outputs[-1]
 
     async def _load(self, policy: Policy) -> None:
-        """Run `_transfer` in a separate task, so that cancelling the caller does not interrupt the transfer."""
-        deliveries: list[Delivery] = []
-        transfer = self._loop.create_task(self._transfer(policy, deliveries))
-        self._transfers.add(transfer)
-        transfer.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # retrieve the exception even if nothing awaits the task
-        transfer.add_done_callback(self._transfers.discard)
-        try:
-            await asyncio.shield(transfer)
-        except asyncio.CancelledError:
-            if not any(delivery.has_sent for delivery in deliveries):
-                transfer.cancel()
-            raise
+        """Send the weights of a policy. A cancellation takes effect before the weights change, or when all are sent."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-    async def _transfer(self, policy: Policy, deliveries: list[Delivery]) -> None:
         async with self._loading:
+            # Gather the weights before vLLM is paused, so that it is paused only for loading.
+            weights = await asyncio.to_thread(WeightFile, policy)
             try:
-                await self._deliver(policy, deliveries)
-            except BufferNotOpened as error:
-                raise EngineError(f"vLLM's worker cannot open the weight buffer: {error}") from error
+                # This is inside `try`, because a cancelled pause request may still have paused vLLM.
+                await self._call_core(self._llm.pause_generation(mode="keep", clear_cache=False))
+                request = WeightTransferInitRequest({"address": weights.path.as_uri()})
+                await self._call_core(self._llm.init_weight_transfer_engine(request))
+                replacing = self._loop.create_task(self._replace_weights(weights))
+                await wait_all([replacing])
+                await replacing
+            finally:
+                weights.close()
+                with contextlib.suppress(Exception):
+                    await self._call_core(self._llm.resume_generation())
+
+    async def _replace_weights(self, weights: WeightFile) -> None:
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        try:
+            await self._call_core(self._llm.start_weight_update())
+            request = WeightTransferUpdateRequest({"tensors": weights.tensors})
+            await self._call_core(self._llm.update_weights(request))
+            await self._call_core(self._llm.finish_weight_update(str(weights.version)))
+            # Paused requests recompute their keys and values with the new weights.
+            await self._call_core(self._llm.reset_prefix_cache(reset_running_requests=True))
+        except Exception as error:
+            self.update_failure = f"{type(error).__name__}: {error}"
+            self._failed_updates += 1
+            with contextlib.suppress(Exception):  # if the core has died, report the original error
+                await self._call_core(self._llm.pause_generation(mode="abort", clear_cache=True))
+            raise
+        self.version, self.update_failure = weights.version, ""
 
     async def _call_core(self, request: Coroutine[Any, Any, Any]) -> Any:
         """Await a call to vLLM's engine core. If the core dies, raise its error instead of waiting forever."""
@@ -196,39 +213,6 @@ class Host:
             return task.result()
         finally:
             task.cancel()
-
-    async def _deliver(self, policy: Policy, deliveries: list[Delivery]) -> None:
-        llm = self._llm
-
-        async def call(method: str, *args: Any) -> list[str | None]:
-            answers: list[str | None] = await self._call_core(llm.collective_rpc(method, args=args))
-            return answers
-
-        # `Delivery` writes the first chunk before vLLM is paused, so that a small model is paused only for loading.
-        async with Delivery(policy, "shm", self.chunk) as delivery:
-            deliveries.append(delivery)
-            try:
-                # This is inside `try`, because a cancelled pause request may still have paused vLLM.
-                await self._call_core(llm.pause_generation(mode="keep", clear_cache=False))
-                await delivery.send(call)
-                # Paused requests recompute their keys and values with the new weights.
-                await self._call_core(llm.reset_prefix_cache(reset_running_requests=True))
-                if hasattr(llm, "update_weight_version"):
-                    await self._call_core(llm.update_weight_version(str(delivery.version)))
-                self.version, self.update_failure = delivery.version, ""
-            except BaseException as error:
-                if delivery.has_sent:
-                    self.update_failure = f"{type(error).__name__}: {error}"
-                    self._failed_updates += 1
-                    if isinstance(error, asyncio.CancelledError):
-                        raise  # only the host's shutdown cancels at this point
-                    with contextlib.suppress(Exception):  # if the core has died, report the original error
-                        await self._call_core(llm.collective_rpc("agentfly_abort"))
-                        await self._call_core(llm.pause_generation(mode="abort", clear_cache=True))
-                with contextlib.suppress(Exception):
-                    await self._call_core(llm.resume_generation())
-                raise
-            await self._call_core(llm.resume_generation())
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -273,10 +257,8 @@ class Host:
 
         if not current_platform.is_cpu():
             return
-        try:
-            from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-        except ImportError:
-            return
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
         config = load_config(self._settings["model"]).get_text_config()
         heads = int(getattr(config, "num_attention_heads", 0) or 1)
         size = getattr(config, "head_dim", None) or int(getattr(config, "hidden_size", 0)) // heads
@@ -385,6 +367,21 @@ def _detach_log(log: Path) -> None:
             logger.removeHandler(handler)
             handler.close()
             logger.addHandler(logging.NullHandler())
+
+
+def exit_with(parent_pid: int, *processes: int) -> None:
+    """Kill `processes` once the process `parent_pid` has exited. A negative number denotes a process group."""
+    if not hasattr(os, "pidfd_open"):
+        return
+
+    def watch() -> None:
+        with contextlib.suppress(ProcessLookupError):
+            select.select([os.pidfd_open(parent_pid)], [], [])
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process, signal.SIGKILL)
+
+    threading.Thread(target=watch, name="agentfly-watch", daemon=True).start()
 
 
 def load_config(model: str) -> Any:

@@ -1,10 +1,11 @@
-"""Loading a policy's weights into vLLM servers over their HTTP API. All servers receive each chunk concurrently."""
+"""Loading a policy's weights into vLLM servers over their HTTP API. All servers receive the weights concurrently."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import ipaddress
+import json
 import secrets
 import socket
 from collections.abc import Awaitable, Sequence
@@ -12,8 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
 from agentfly_kit.engines.http import SERVE_COMMAND, Refused
-from agentfly_kit.engines.vllm.buffers import TensorSlice
-from agentfly_kit.engines.vllm.weight_transfer import CHUNK, Delivery, check_architecture
+from agentfly_kit.engines.vllm.weight_transfer import TRANSFER_CONFIG, WeightFile, check_architecture, serve_file
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.policy import Policy
 
@@ -33,30 +33,16 @@ async def update_servers(policy: Policy, engines: Sequence[OpenAIEngine]) -> lis
     """
     servers = [_Server(engine) for engine in engines]
     await _each(servers, lambda server: server.check(policy))
-    for transport in ("shm", "http"):
-        group = [server for server in servers if server.transport == transport and server.error is None]
-        if group:
-            await _deliver(policy, transport, group)
+    if all(server.error for server in servers):
+        return [server.error for server in servers]
+    weights = await asyncio.to_thread(WeightFile, policy)
+    try:
+        listening = [server.listen for server in servers if server.transport == "http" and server.error is None]
+        with serve_file(weights.path, listening) as (path, ports):
+            await _each(servers, lambda server: server.update(weights, path, ports))
+    finally:
+        weights.close()
     return [server.error for server in servers]
-
-
-async def _deliver(policy: Policy, transport: Literal["shm", "http"], servers: list[_Server]) -> None:
-    addresses = [server.listen for server in servers] if transport == "http" else []
-    async with Delivery(policy, transport, CHUNK, addresses) as delivery:
-
-        async def call(
-            _: str, handle: dict[str, Any], slices: list[TensorSlice], number: int, last: bool
-        ) -> list[None]:
-            await _each(servers, lambda server: server.receive(handle, slices, number, last))
-            return [None] if any(server.error is None for server in servers) else []
-
-        try:
-            await _each(servers, lambda server: server.pause())
-            await delivery.send(call)
-            await _each(servers, lambda server: server.finish(delivery.version))
-        finally:
-            # Resume also after a failure or a cancellation, because a paused server would block its other clients.
-            await asyncio.gather(*(server.resume() for server in servers))
 
 
 async def _each(servers: Sequence[_Server], step: Any) -> None:
@@ -78,7 +64,6 @@ class _Server:
         self.engine = engine
         self.error: EngineError | None = None
         self._root = engine.base_url.removesuffix("/v1")
-        self._paused = self._received = self._finished = False
         address = urlsplit(self._root)
         self._host, self._port = address.hostname or "", address.port or 80
         self.transport: Literal["shm", "http"] = "http"
@@ -93,7 +78,8 @@ class _Server:
             # Listen on the loopback interface only for a loopback address; another address may belong to a gateway.
             self.listen = self._sender if _is_loopback(self._sender) else "", sender.port or 0
 
-    def _request(self, path: str, body: dict[str, Any] | None = None, retries: int | None = None) -> Awaitable[Any]:
+    def _request(self, path: str, body: dict[str, Any] | None = None, retries: int | None = 0) -> Awaitable[Any]:
+        # By default, do not retry: after a lost response, it is unknown what the server has done.
         return self.engine.http.request("POST", self._root + path, body, retries=retries)
 
     async def check(self, policy: Policy) -> None:
@@ -101,64 +87,76 @@ class _Server:
         if self.engine.tokens != "exact":
             raise EngineError(f"{self.engine.base_url}: updating the weights requires tokens='exact'")
         try:
-            found = await self._request("/collective_rpc", {"method": "agentfly_describe"})
+            answer = await self._request("/collective_rpc", {"method": "agentfly_describe"}, retries=None)
         except Refused as error:
-            raise EngineError(
-                f"the weights of this server cannot be changed ({error}); start it with VLLM_SERVER_DEV_MODE=1 "
-                f"{SERVE_COMMAND} --worker-extension-cls agentfly_kit.engines.vllm.worker.WorkerExtension"
-            ) from error
-        check_architecture(f"the server at {self.engine.base_url}", found["results"][0], policy)
-        self.engine.dtype, self.engine.vocab_size = (found["results"][0][name] for name in ("dtype", "vocab_size"))
+            raise self._not_prepared(error) from error
+        found = answer["results"][0]
+        if found["backend"] != TRANSFER_CONFIG["backend"]:
+            raise self._not_prepared(f"its backend for new weights is {found['backend']}")
+        check_architecture(f"the server at {self.engine.base_url}", found, policy)
+        self.engine.dtype, self.engine.vocab_size = found["dtype"], found["vocab_size"]
         if self.transport == "http" and not self._sender:
             self._sender = await asyncio.to_thread(_interface, self._host, self._port)
             self.listen = self._sender, 0
 
-    async def pause(self) -> None:
-        self._paused = True
-        await self._request("/pause?mode=keep&clear_cache=false")
+    def _not_prepared(self, reason: object) -> EngineError:
+        return EngineError(
+            f"the weights of this server cannot be changed ({reason}); start it with VLLM_SERVER_DEV_MODE=1 "
+            f"{SERVE_COMMAND} --worker-extension-cls agentfly_kit.engines.vllm.worker.WorkerExtension "
+            f"--weight-transfer-config '{json.dumps(TRANSFER_CONFIG)}'"
+        )
 
-    async def receive(self, handle: dict[str, Any], slices: list[TensorSlice], number: int, last: bool) -> None:
+    async def update(self, weights: WeightFile, path: str, ports: dict[tuple[str, int], int]) -> None:
+        """Pause the server, replace its weights and resume it.
+
+        Args:
+            weights: The weights.
+            path: Path below which this process serves them.
+            ports: The ports of the addresses at which it does.
+        """
+        address = weights.path.as_uri()
+        way = "the server must run on this machine as this user; use weights='http'"
         if self.transport == "http":
-            url = f"http://{self._sender}:{handle['ports'][self.listen]}{handle['path']}"
-            handle = {"transport": "http", "size": handle["size"], "url": url}
-        body = {"method": "agentfly_receive", "args": [handle, slices, number, last]}
-        self._received = True
-        # Do not retry: after a lost response, it is unknown whether the chunk was loaded.
-        answers = (await self._request("/collective_rpc", body, retries=0))["results"]
-        if reason := next((answer for answer in answers if answer), None):
-            self._received = not all(answers)
+            address = f"http://{self._sender}:{ports[self.listen]}{path}"
             way = (
-                "the server must run on this machine as this user; use weights='http'"
-                if self.transport == "shm"
-                else "the server must be able to connect to this process; set weights='http://<address>:<port>', an "
+                "the server must be able to connect to this process; set weights='http://<address>:<port>', an "
                 "address of this machine that the server can reach"
             )
-            raise EngineError(f"the server at {self.engine.base_url} cannot read the weights ({reason}); {way}")
-
-    async def finish(self, version: int) -> None:
-        await self._request("/reset_prefix_cache?reset_running_requests=true")
-        self.engine._label = f"{version}-{secrets.token_hex(4)}"
         try:
-            await self._request("/update_weight_version", {"new_version": self.engine._label})
-        except Refused:  # older versions of vLLM have no labels
-            self.engine._label = ""
-        self.engine._version, self.engine._update_failure = version, ""
-        self.engine.http.disconnected = False
-        self._finished = True
+            await self._request("/pause?mode=keep&clear_cache=false", retries=None)
+            try:
+                await self._request("/init_weight_transfer_engine", {"init_info": {"address": address}})
+            except EngineError as error:
+                raise EngineError(
+                    f"the server at {self.engine.base_url} cannot read the weights ({error}); {way}"
+                ) from error
+            await self._replace(weights)
+        except BaseException:
+            # A paused server would block its other clients.
+            with contextlib.suppress(EngineError):  # the first error is reported
+                await self._request("/resume")
+            raise
+        await self._request("/resume", retries=None)
 
-    async def resume(self) -> None:
-        """Resume a paused server, and discard an unfinished update."""
-        if not self._paused:
-            return
-        if self._received and not self._finished:
-            self.engine._update_failure = str(self.error or "it was interrupted")
+    async def _replace(self, weights: WeightFile) -> None:
+        label = f"{weights.version}-{secrets.token_hex(4)}"
+        try:
+            try:
+                await self._request("/start_weight_update")
+            except EngineError:  # the sender of the previous weights was killed before it had finished
+                await self._request("/finish_weight_update")
+                await self._request("/start_weight_update")
+            await self._request("/update_weights", {"update_info": {"tensors": weights.tensors}})
+            await self._request("/finish_weight_update", {"weight_version": label})
+            await self._request("/reset_prefix_cache?reset_running_requests=true")
+        except BaseException as error:
+            self.engine._update_failure = str(error) or "it was interrupted"
             self.engine._failed_updates += 1
-            with contextlib.suppress(EngineError):  # the server has stopped; the first error is reported
-                await self._request("/collective_rpc", {"method": "agentfly_abort"}, retries=0)
-        try:
-            await self._request("/resume", retries=0 if self.error else None)
-        except EngineError as error:
-            self.error = self.error or error
+            with contextlib.suppress(EngineError):  # the first error is reported
+                await self._request("/finish_weight_update")
+            raise
+        self.engine._label, self.engine._version, self.engine._update_failure = label, weights.version, ""
+        self.engine.http.disconnected = False
 
 
 def _is_loopback(host: str) -> bool:

@@ -1,19 +1,26 @@
-"""Transfer of a policy's weights to another process, in chunks of bounded size through a shared buffer.
+"""Transfer of a policy's weights to vLLM: gathered in a file, and read from it directly or over HTTP.
 
-`Delivery` is the sender and `ChunkReader` the receiver. The contents of the buffer are described by numbers and
-strings, never by pickled objects.
+The file contains the values of all tensors one after another. Their names, dtypes and shapes are sent as numbers and
+strings, never as pickled objects.
 """
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import copy
+import http.server
+import os
+import secrets
+import shutil
+import tempfile
+import threading
+import weakref
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.request import ProxyHandler, build_opener
 
-from agentfly_kit.engines.vllm.buffers import ServedMemory, SharedMemory, TensorSlice
 from agentfly_kit.errors import EngineError
 
 if TYPE_CHECKING:
@@ -21,18 +28,19 @@ if TYPE_CHECKING:
 
     from agentfly_kit.policy.policy import Policy
 
-# Shared host memory, or HTTP.
-WeightTransport = Literal["shm", "http"]
 # A weight's name, a tensor with its dtype and shape, and a function that returns its values, with any adapter merged.
 WeightSource = tuple[str, "torch.Tensor", "Callable[[], torch.Tensor]"]
+# Name of a tensor, its dtype and its shape.
+TensorInfo = list[Any]
+# Name under which vLLM knows the receiver of the weights, and the settings of vLLM that select it.
+BACKEND = "agentfly"
+TRANSFER_CONFIG = {"backend": BACKEND}
 
-# Maximum size of the transfer buffer in bytes, for models of any size. Small chunks are copied faster in host memory,
-# but each chunk requires its own message.
-CHUNK = 64 << 20
 # Settings that must be equal in the sending and the receiving model.
 _ARCHITECTURE = ("vocab_size", "hidden_size", "num_hidden_layers", "tie_word_embeddings")
-# Alignment of tensors in the buffer in bytes, so that they can be viewed as any dtype.
-_ALIGN = 64
+_SHM_DIR = "/dev/shm"
+# Seconds without any data after which a receiver stops waiting.
+_READ_TIMEOUT = 30.0
 
 
 def architecture(config: Any) -> dict[str, Any]:
@@ -55,7 +63,7 @@ def check_architecture(engine: str, served: dict[str, Any], policy: Any) -> None
             )
 
 
-# --- weights and chunks -------------------------------------------------------------------------------------------
+# --- sender -------------------------------------------------------------------------------------------------------
 
 
 def weight_sources(policy: Policy) -> list[WeightSource]:
@@ -130,196 +138,120 @@ class _MergedLayer:
         return found
 
 
-def layout(tensors: Iterable[tuple[str, torch.Tensor]], limit: int) -> list[list[TensorSlice]]:
-    """Divide tensors into chunks of slices, in the given order.
+class WeightFile:
+    """File with the current weights of a policy, in shared memory if there is enough space.
 
-    Args:
-        tensors: Names and tensors; only dtype and shape are used.
-        limit: Maximum size of a chunk in bytes. A larger tensor is split over several chunks.
+    `close` deletes the file, as does the garbage collector.
 
-    Returns:
-        The slices of each chunk; a chunk is empty only if there are no tensors.
+    Attributes:
+        version: Version of the policy.
+        tensors: Names, dtypes and shapes of the tensors, in the order of their values in the file.
+        path: Path of the file.
     """
-    chunks: list[list[TensorSlice]] = [[]]
-    used = 0
-    for name, tensor in tensors:
-        size = tensor.numel() * tensor.element_size()
-        what = [name, str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
-        if size == 0:
-            chunks[-1].append([*what, 0, 0, 0])
-        done = 0
-        while done < size:
-            start = -(-used // _ALIGN) * _ALIGN
-            room = limit - start
-            if room <= 0 or (room < size <= limit):  # split only tensors that exceed a whole chunk
-                chunks.append([])
-                used = 0
-                continue
-            part = min(size - done, room)
-            chunks[-1].append([*what, done, start, part])
-            used, done = start + part, done + part
-    return chunks
 
-
-def pack(values: dict[str, Callable[[], torch.Tensor]], slices: Iterable[TensorSlice], buffer: torch.Tensor) -> None:
-    """Write slices of the weights `values` into the uint8 tensor `buffer`, which is in host memory."""
-    import torch
-
-    for name, _, _, done, start, part in slices:
-        if part:
-            flat = values[name]().contiguous().view(-1).view(torch.uint8)
-            if flat.is_cpu:
-                # Copy with numpy; torch would start a thread pool, which takes 20 ms per delivery.
-                buffer[start : start + part].numpy()[:] = flat[done : done + part].numpy()
-            else:
-                buffer[start : start + part].copy_(flat[done : done + part])
-
-
-class ChunkReader:
-    """Reader that copies successive chunks into new tensors, because the sender reuses the buffer for each chunk."""
-
-    def __init__(self) -> None:
-        self._parts: dict[str, tuple[torch.Tensor, int]] = {}
-
-    def read(self, slices: Iterable[TensorSlice], buffer: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the names and values of the tensors completed by this chunk.
+    def __init__(self, policy: Policy) -> None:
+        """Gather the weights. `policy.lock` is held until they are in the file.
 
         Raises:
-            ValueError: If a slice does not continue its tensor or exceeds the buffer.
+            EngineError: If neither /dev/shm nor the folder for temporary files has enough space.
         """
         import torch
 
-        for name, kind, shape, done, start, part in slices:
-            dtype = getattr(torch, kind)
-            size = torch.Size(shape).numel() * dtype.itemsize
-            whole, have = self._parts.pop(name, (None, 0))
-            if done != have or done + part > size or start + part > buffer.numel():
-                raise ValueError(
-                    f"{name} has {have} of {size} bytes, but the next slice covers bytes {done} to {done + part}, at "
-                    f"offset {start} of a buffer of {buffer.numel()} bytes"
-                )
-            if part == size:
-                yield name, buffer[start : start + part].clone().view(dtype).view(shape)
-                continue
-            if whole is None:
-                whole = torch.empty(size, dtype=torch.uint8)
-            whole[done : done + part].copy_(buffer[start : start + part])
-            if done + part == size:
-                yield name, whole.view(dtype).view(shape)
-            else:
-                self._parts[name] = (whole, done + part)
-
-    @property
-    def unfinished(self) -> list[str]:
-        """Names of tensors that have been received only partially."""
-        return list(self._parts)
-
-
-# --- delivery ---------------------------------------------------------------------------------------------------
-
-
-class BufferNotOpened(Exception):
-    """Raised when a worker cannot open the buffer."""
-
-
-class Delivery:
-    """Async context manager that transfers a policy's weights to the workers of an engine.
-
-    `policy.lock` is held until the last chunk is written or, after an error, until exit. The buffer is released on
-    exit. For each chunk, `send` awaits `call("agentfly_receive", handle, slices, number, last)`. `call` must return
-    only when the workers no longer need the chunk. It must return one result per worker: None, or the reason why the
-    worker could not open the buffer.
-    """
-
-    def __init__(
-        self, policy: Policy, transport: WeightTransport, limit: int, addresses: Iterable[tuple[str, int]] = ()
-    ) -> None:
-        self.transport: WeightTransport = transport
-        self.version = policy.version
-        # True if a worker may already have received weights.
-        self.has_sent = False
-        self._policy = policy
-        self._limit = limit
-        self._addresses = tuple(addresses)  # for HTTP
-        # A single thread ensures that the buffer is released after all other work, even on an error or a cancellation.
-        self._thread = ThreadPoolExecutor(1, "agentfly-weights")
-        self._locked = False
-        self._buffer: SharedMemory | ServedMemory | None = None
-        self._chunks: list[list[TensorSlice]] = []
-        self._values: dict[str, Callable[[], torch.Tensor]] = {}
-
-    async def __aenter__(self) -> Delivery:
-        try:
-            await self._run(self._lock_and_pack)
-        except BaseException:
-            self._schedule_release()
-            raise
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        await asyncio.shield(asyncio.wrap_future(self._schedule_release()))
-
-    def _schedule_release(self) -> Future[None]:
-        released = self._thread.submit(self._release)
-        self._thread.shutdown(wait=False)
-        return released
-
-    async def _run(self, function: Callable[..., None], *args: Any) -> None:
-        await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
-
-    def _lock_and_pack(self) -> None:
-        self._policy.lock.acquire()
-        self._locked = True
-        self.version = self._policy.version
-        found = weight_sources(self._policy)
-        self._values = {name: values for name, _, values in found}
-        self._chunks = layout([(name, like) for name, like, _ in found], self._limit)
-        size = max((start + part for chunk in self._chunks for *_, start, part in chunk), default=0)
-        if self.transport == "http":
+        with policy.lock:
+            self.version = policy.version
+            sources = weight_sources(policy)
+            self.tensors: list[TensorInfo] = [
+                [name, str(like.dtype).removeprefix("torch."), list(like.shape)] for name, like, _ in sources
+            ]
+            size = sum(like.nbytes for _, like, _ in sources)
             try:
-                self._buffer = ServedMemory(size, self._addresses)
+                roomy = os.path.isdir(_SHM_DIR) and shutil.disk_usage(_SHM_DIR).free > 2 * size
+                folder = tempfile.mkdtemp(prefix=f"agentfly-weights-{os.getpid()}-", dir=_SHM_DIR if roomy else None)
+                self.close = weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+                self.path = Path(folder, "weights")
+                with self.path.open("wb") as file:
+                    for _, _, values in sources:
+                        content: Any = values().contiguous().view(-1).view(torch.uint8).cpu().numpy()
+                        file.write(content)
             except OSError as error:
-                raise EngineError(f"the weights cannot be served at {self._addresses}: {error}") from error
-        else:
-            self._buffer = SharedMemory(size)
-        self._pack(0)
+                if hasattr(self, "close"):
+                    self.close()
+                raise EngineError(
+                    f"no space for {size / 2**20:.1f} MiB of weights in {_SHM_DIR} or {tempfile.gettempdir()}: "
+                    f"{error}; free space, or set TMPDIR to a folder with enough space"
+                ) from error
 
-    def _pack(self, number: int) -> None:
-        assert self._buffer is not None
-        pack(self._values, self._chunks[number], self._buffer.tensor)
-        if number == len(self._chunks) - 1:
-            self._unlock()
 
-    def _unlock(self) -> None:
-        self._values = {}
-        if self._locked:
-            self._locked = False
-            self._policy.lock.release()
+@contextlib.contextmanager
+def serve_file(path: Path, addresses: Iterable[tuple[str, int]]) -> Iterator[tuple[str, dict[tuple[str, int], int]]]:
+    """Serve a file over HTTP, without encryption. Only clients that know a secret path can read it.
 
-    def _release(self) -> None:
-        try:
-            if self._buffer is not None:
-                self._buffer.close()
-                self._buffer = None
-        finally:
-            self._unlock()
+    Args:
+        path: The file.
+        addresses: Interfaces and ports; port 0 selects a free port.
 
-    async def send(self, call: Callable[..., Awaitable[Sequence[str | None]]]) -> None:
-        """Send all chunks. Each chunk is written only after all workers have processed the previous one.
+    Yields:
+        The secret path, and the port of each address.
 
-        Exceptions of `call` are propagated; `has_sent` is then True if a worker may have received weights.
+    Raises:
+        EngineError: If an address does not belong to this machine, or the port is in use.
+    """
+    secret = f"/{secrets.token_urlsafe(24)}"
 
-        Raises:
-            BufferNotOpened: If a worker cannot open the buffer. `has_sent` is False if no worker could.
-        """
-        buffer = self._buffer
-        assert buffer is not None
-        for number, slices in enumerate(self._chunks):
-            if number:
-                await self._run(self._pack, number)
-            self.has_sent = True
-            answers = await call("agentfly_receive", buffer.handle, slices, number, number == len(self._chunks) - 1)
-            reasons = [answer for answer in answers if answer]
-            if reasons:
-                self.has_sent = len(reasons) < len(answers)
-                raise BufferNotOpened(reasons[0])
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path != secret:
+                self.send_error(404)
+                return
+            self.send_response(200)
+            self.send_header("Content-Length", str(path.stat().st_size))
+            self.end_headers()
+            with path.open("rb") as file, contextlib.suppress(OSError):  # the client reports a lost connection
+                self.connection.sendfile(file)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            pass
+
+    with contextlib.ExitStack() as stack:
+        ports = {}
+        for address in dict.fromkeys(addresses):
+            try:
+                server = http.server.ThreadingHTTPServer(address, Handler)
+            except OSError as error:
+                raise EngineError(f"the weights cannot be served at {address}: {error}") from error
+            stack.callback(server.server_close)
+            ports[address] = server.server_port
+            threading.Thread(target=server.serve_forever, args=(0.02,), name="agentfly-weights", daemon=True).start()
+            stack.callback(server.shutdown)
+        yield secret, ports
+
+
+# --- receiver -----------------------------------------------------------------------------------------------------
+
+
+def open_weights(address: str) -> Any:
+    """Open a file of weights at a file: or http: address for `read_weights`.
+
+    Raises:
+        OSError: If the file cannot be opened, or the other process cannot be reached or refuses the request.
+    """
+    try:
+        return build_opener(ProxyHandler({})).open(address, timeout=_READ_TIMEOUT)
+    except OSError as error:
+        raise OSError(f"cannot read {address.rpartition('/')[0]}: {error}") from error
+
+
+def read_weights(stream: Any, tensors: Iterable[TensorInfo]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the names and values of tensors, each of them new.
+
+    Raises:
+        OSError: If the stream ends early.
+    """
+    import torch
+
+    for name, dtype, shape in tensors:
+        tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        content = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        if stream.readinto(content) != content.nbytes:
+            raise OSError(f"the connection was closed before the end of {name}")
+        yield name, tensor

@@ -19,12 +19,12 @@ from typing import Any, Literal, TypeAlias
 
 from agentfly_kit import seeds
 from agentfly_kit._display import Displayable
-from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.base import Engine, chat_for, sample_text
 from agentfly_kit.errors import RewardError, SettingsError, check_choice, check_count
 from agentfly_kit.rewards import Reward
-from agentfly_kit.samples import Sampling, TurnRequest
+from agentfly_kit.samples import Sampling
 from agentfly_kit.trajectories import Group, Trajectory
-from agentfly_kit.types import Message, Task
+from agentfly_kit.types import Message, Task, images_of, text_of
 
 _TAGS = re.compile(r"<(?=[/|!?a-zA-Z_])|\[(?=/?[A-Z_]+\])")
 _ESCAPES = {"<": "&lt;", "[": "&#91;"}
@@ -246,11 +246,7 @@ class Judge(Displayable):
         max_chars: int = 20_000,
         seed: int = 0,
     ) -> None:
-        if not isinstance(engine, Engine):
-            raise SettingsError(f"engine must be an engine, such as af.OpenAIEngine(base_url, model), got {engine!r}")
-        chat = getattr(getattr(engine, "policy", None), "chat", None) if chat is None else chat
-        if chat is None and engine.tokens == "exact" and engine.author == "policy":
-            raise SettingsError(f"{engine!r} requires token ids: pass Judge(..., chat=af.Chat(tokenizer))")
+        chat = chat_for(engine, chat, "Judge")
         check_count("attempts", attempts)
         check_count("max_chars", max_chars)
         self.engine, self.chat = engine, chat
@@ -447,13 +443,18 @@ class Judge(Displayable):
     ) -> _Verdict:
         """Query the judge about the answers until `read` can parse the output, at most `attempts` times."""
         mark = self._mark(task, *answers.values())
-        conversation = "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in task.messages)
+        conversation = "\n".join(f"{m['role']}: {text_of(m)}" for m in task.messages)
         sections = {"The task": conversation, **answers}
         quoted = [f"{title}:\n{self._quoted(text, mark)}" for title, text in sections.items()]
         prompt = "\n\n".join([*quoted, instruction])
+        images = images_of(task.messages)
+        if len(images) > self.engine.images:
+            raise SettingsError(
+                f"task {task.id!r} has {len(images)} images, but the judge {self.engine!r} reads {self.engine.images}"
+            )
         messages: tuple[Message, ...] = (
             {"role": "system", "content": _RULES.format(mark=mark)},
-            {"role": "user", "content": prompt},
+            {"role": "user", "content": ("Images of the task:", *images, prompt) if images else prompt},
         )
         question = Task(f"judge {task.id}", messages, {**task.fields, **shown})
         outputs: list[str] = []
@@ -461,7 +462,8 @@ class Judge(Displayable):
         for attempt in range(self.attempts):
             try:
                 async with asyncio.timeout(self.timeout):
-                    text = await self._sample(question, attempt, seeds.derive(self.seed, "judge", mark, attempt))
+                    seed = seeds.derive(self.seed, "judge", mark, attempt)
+                    text = await sample_text(self.engine, self.chat, question, self.sampling, seed, attempt)
                 outputs.append(text)
                 value, why = read(text)
                 if value is not None:
@@ -470,16 +472,3 @@ class Judge(Displayable):
                 why = f"{type(error).__name__}: {error}"[:500]
         times = f"{self.attempts} attempts" if self.attempts > 1 else "1 attempt"
         return None, f"after {times}: {why}", tuple(outputs)
-
-    async def _sample(self, question: Task, attempt: int, seed: int) -> str:
-        session = f"{question.id} {seed}"
-        request = TurnRequest(question, attempt, session, question.messages)
-        ids = () if self.chat is None else self.chat.prompt(question.messages)
-        try:
-            sample = await self.engine.sample(ids, self.sampling, seed, request=request)
-        finally:
-            self.engine.release(session)
-        if sample.ids is None:
-            return sample.text or ""
-        assert self.chat is not None, "an engine that returns token ids needs Judge(..., chat=af.Chat(tokenizer))"
-        return str(self.chat.parse(sample.ids).content)
