@@ -340,7 +340,7 @@ class Sandbox(Startable):
         return await self._outcome(Call(self, request, timeout))
 
     async def _outcome(self, call: Call) -> SandboxResult:
-        """Return the result of a call. If the caller is cancelled first, interrupt the code and keep the unsent part."""
+        """Return the result of a call. If the caller is cancelled, interrupt the code and keep the unsent part."""
         self._abandoned = None
         try:
             return await call.outcome()
