@@ -137,7 +137,8 @@ class BaseChain(ChainState):
                 self.has_sampled = True
                 with self._reporting("turn", "sampling", index) as event:
                     seed = self._action_seed(attempt)
-                    request = TurnRequest(self.task, index, self._session, messages, self._schemas)
+                    given = (messages, self._schemas, self._constraint)
+                    request = TurnRequest(self.task, index, self._session, *given)
                     sample = await agent.engine.sample(ids, sampling, seed, request=request)
                     turn = self._action_turn(sample, sampling, seed)
                     reserved.used = turn.num_tokens
