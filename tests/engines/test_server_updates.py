@@ -62,6 +62,8 @@ class PolicyServer(Server):
             return asyncio.run(self.complete(body))
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
+        elif path == "/update_weight_version":
+            self.label = body["new_version"]
         elif path in PHASES:
             return self.transfer(PHASES[path], body)
         elif path == "/weight_info":
@@ -103,8 +105,6 @@ class PolicyServer(Server):
         except (OSError, ValueError, http.client.HTTPException) as error:
             self.updating = False
             return 500, {"error": {"message": str(error)}}, {}
-        if phase == "finish":
-            self.label = body.get("weight_version") or self.label
         if phase in ("start", "finish"):
             self.updating = phase == "start"
         return {}

@@ -299,9 +299,9 @@ class VLLMEngine(Engine):
 
     @staticmethod
     def _versions(got: Any, count: int, version: int) -> tuple[int, ...]:
-        """Return the policy version of each token; `version` before the first update."""
+        """Return the policy version of each token. If vLLM does not report versions, it is `version`."""
         out = [version] * count
-        for span in got.weight_versions or ():
+        for span in getattr(got, "weight_versions", None) or ():
             if span.version.isdigit():
                 out[span.start : span.end] = [int(span.version)] * (span.end - span.start)
         return tuple(out)

@@ -191,7 +191,9 @@ class Host:
             await self._call_core(self._llm.start_weight_update())
             request = WeightTransferUpdateRequest({"tensors": weights.tensors})
             await self._call_core(self._llm.update_weights(request))
-            await self._call_core(self._llm.finish_weight_update(str(weights.version)))
+            await self._call_core(self._llm.finish_weight_update())
+            if hasattr(self._llm, "update_weight_version"):  # older versions of vLLM have no labels
+                await self._call_core(self._llm.update_weight_version(str(weights.version)))
             # Paused requests recompute their keys and values with the new weights.
             await self._call_core(self._llm.reset_prefix_cache(reset_running_requests=True))
         except Exception as error:

@@ -147,8 +147,12 @@ class _Server:
                 await self._request("/finish_weight_update")
                 await self._request("/start_weight_update")
             await self._request("/update_weights", {"update_info": {"tensors": weights.tensors}})
-            await self._request("/finish_weight_update", {"weight_version": label})
+            await self._request("/finish_weight_update")
             await self._request("/reset_prefix_cache?reset_running_requests=true")
+            try:
+                await self._request("/update_weight_version", {"new_version": label})
+            except Refused:  # older versions of vLLM have no labels
+                label = ""
         except BaseException as error:
             self.engine._update_failure = str(error) or "it was interrupted"
             self.engine._failed_updates += 1
