@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import EngineError, SettingsError, check_settings, checks_keywords
-from agentfly_kit.types import Message, Task, ToolCall, check_lengths
+from agentfly_kit.types import ImageSpan, Message, Task, ToolCall, check_lengths
 
 
 @checks_keywords
@@ -88,6 +88,7 @@ class TurnRequest(Displayable):
         messages: The conversation so far.
         tools: JSON schemas of the tools that the model may call.
         constraint: Form of the action, for engines that can enforce it.
+        images: Which of the ids are placeholders of images.
     """
 
     task: Task
@@ -96,6 +97,7 @@ class TurnRequest(Displayable):
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
     constraint: Constraint | None = None
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
