@@ -153,16 +153,6 @@ async def test_cancelled_while_it_waits_for_the_policy_it_leaves_no_lock_and_no_
     policy = agents.fresh()
     monkeypatch.setattr(weight_transfer, "_SHM_DIR", str(tmp_path / "no"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    gathered = asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def gather() -> WeightFile:
-        loop.call_soon_threadsafe(gathered.set)
-        return WeightFile(policy)
-
-    with policy.lock:
-        task = asyncio.ensure_future(asyncio.to_thread(gather))
-        await gathered.wait()
-        task.cancel()
-        await errors.check(lambda: task, asyncio.CancelledError)
+    with policy.lock, pytest.raises(TimeoutError):
+        await asyncio.wait_for(asyncio.to_thread(WeightFile, policy), 0.05)
     await until(lambda: not policy.lock.locked() and not list(tmp_path.iterdir()))

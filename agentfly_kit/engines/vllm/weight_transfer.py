@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import http.server
 import os
 import secrets
@@ -90,7 +91,7 @@ def weight_sources(policy: Policy) -> list[WeightSource]:
                 elif name.startswith(f"{layer}.base_layer."):
                     short = name.removeprefix(f"{layer}.base_layer.")
                     plain[f"{layer}.{short}"] = tensor
-                    merged[f"{layer}.{short}"] = _MergedLayer(layers[layer], short)
+                    merged[f"{layer}.{short}"] = functools.partial(_merged_weight, layers[layer], short)
             state = plain
     seen: set[tuple[Any, ...]] = set()
     found: list[WeightSource] = []
@@ -122,20 +123,15 @@ def _adapter_layers(model: Any) -> dict[str, Any] | None:
     return layers
 
 
-class _MergedLayer:
-    """Callable that merges the adapter of a layer into a copy of the layer and returns one of the merged weights."""
+def _merged_weight(layer: Any, name: str) -> torch.Tensor:
+    """Return a weight of a layer after merging the adapter of the layer into a copy of it."""
+    import torch
 
-    def __init__(self, layer: Any, name: str) -> None:
-        self._layer, self._name = layer, name
-
-    def __call__(self) -> torch.Tensor:
-        import torch
-
-        with torch.no_grad():
-            layer = copy.deepcopy(self._layer)
-            layer.merge()
-            found: torch.Tensor = layer.get_base_layer().state_dict()[self._name]
-        return found
+    with torch.no_grad():
+        layer = copy.deepcopy(layer)
+        layer.merge()
+        found: torch.Tensor = layer.get_base_layer().state_dict()[name]
+    return found
 
 
 class WeightFile:
