@@ -258,6 +258,7 @@ class Turn(Displayable):
         parent: The preceding turn; None for the first turn of the chain.
         row: Index of the row that contains this turn. A new row starts after compaction, if `Chat(history="rerender")`
             changes earlier tokens, or if a request of a harness does not continue an existing row.
+        constrained: Whether a tool choice or response format excluded tokens, in addition to `Sampling`.
         alternatives: The most probable tokens at each position, recorded by `LocalEngine(policy, alternatives=5)`.
     """
 
@@ -280,6 +281,7 @@ class Turn(Displayable):
     label: str = field(default="", compare=False)
     parent: Turn | None = field(default=None, repr=False, compare=False)
     row: int = 0
+    constrained: bool = False
     alternatives: tuple[Alternatives, ...] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:

@@ -135,7 +135,8 @@ class BaseChain(ChainState):
                 with self._reporting("turn", "sampling", index) as event:
                     seed = self._action_seed(attempt)
                     messages = tuple(m for turn in self.turn.row_path for m in turn.messages)
-                    request = TurnRequest(self.task, index, self._session, messages, self._schemas)
+                    given = (messages, self._schemas, self._constraint)
+                    request = TurnRequest(self.task, index, self._session, *given)
                     sample = await agent.engine.sample(ids, sampling, seed, request=request)
                     turn = self._action_turn(sample, sampling, seed)
                     reserved.used = turn.num_tokens

@@ -72,7 +72,7 @@ class Batch(Displayable):
         truncated: (B,) bool: True for the last row of a trajectory that was cut off by a limit.
         returns: (B, T): targets of the value loss.
         values: (B, T): values that the value head predicted before the update.
-        kept_mass: (B, T): probability mass kept by top-p, top-k or min-p; None if none of them was used.
+        kept_mass: (B, T): probability mass kept by top-p, top-k, min-p or a constraint; None without them.
         ref_logprobs: (B, T): logprobs under the reference policy.
         dropped: Excluded trajectories and rows, with reasons.
         imitation: Whether the batch was created with `collate(imitate=)`. If so, the mask is True at imitated tokens,

@@ -191,8 +191,8 @@ class Endpoint(Displayable):
     async def _sample(self, request: Request) -> list[Reply]:
         for key, text in request.warnings:
             self._warn(key, text)
-        given = {name: getattr(request, name) for name in ("prompt", "author", "max_tokens", "stop")}
-        replies = [await self._reply(request.messages, request.tools, **given) for _ in range(request.n)]
+        given = (request.messages, request.tools, request.options)
+        replies = [await self._reply(*given) for _ in range(request.n)]
         counts = usage(replies)
         self.usage.requests += 1
         self.usage.prompt_tokens += counts["prompt_tokens"]

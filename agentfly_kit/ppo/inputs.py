@@ -149,8 +149,9 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
         raise SettingsError(f"kl_coef={config.kl_coef} needs reference=, a frozen policy such as policy.reference()")
     if config.correction is None and batch.kept_mass is not None and bool((batch.kept_mass[batch.mask] < 1).any()):
         raise BatchError(
-            "correction must be 'token' or 'sequence' for a batch that was sampled under top-p, top-k or min-p, got "
-            "None; without it, probability ratios would be wrong by a factor equal to the kept probability mass"
+            "correction must be 'token' or 'sequence' for a batch that was sampled under top-p, top-k, min-p or a "
+            "constraint, got None; without it, probability ratios would be wrong by a factor equal to the kept "
+            "probability mass"
         )
 
 

@@ -267,6 +267,11 @@ class ContinuousBatch:
             values = [getattr(request.sampling, name) for request in requests]
             return torch.tensor(values, device=device) if any(value != off for value in values) else None
 
+        allowed = None
+        if any(request.matcher is not None for request in requests):
+            from agentfly_kit.engines.local.grammar import allowed_tokens
+
+            allowed = allowed_tokens([request.matcher for request in requests], logits.shape[-1], device)
         # A filter that no request uses is None and is skipped.
         drawn = sample_tokens(
             logits,
@@ -275,6 +280,7 @@ class ContinuousBatch:
             top_p=column("top_p", 1.0),
             top_k=column("top_k", 0),
             min_p=column("min_p", 0.0),
+            allowed=allowed,
             alternatives=self._alternatives,
         )
         if not bool(drawn.logprobs.isfinite().all()):
@@ -294,6 +300,9 @@ class ContinuousBatch:
                 request.kept_mass.append(kept_mass[i])
             if self._alternatives:
                 request.alternatives.append(tuple(zip(top[0][i], top[1][i], strict=True)))
+            if request.matcher is not None and not request.matcher.consume_token(ids[i]):
+                ended[i] = "abort"  # its result is an error
+                continue
             # A stop token counts as a stop, not as a truncation, even if it is the last token within the limit.
             if ids[i] in self.policy.chat.stop_ids:
                 ended[i] = "stop"

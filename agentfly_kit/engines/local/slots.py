@@ -34,6 +34,8 @@ class Request:
     limit: int
     # If positive, return this many of the most probable next tokens instead of sampling.
     top: int = 0
+    # Matcher of the constraint, see grammar.py; None if all tokens are allowed.
+    matcher: Any = None
     started: float = field(default_factory=time.perf_counter)
     # Number of decode steps that the request has waited for its prefill.
     waited: int = 0
@@ -45,15 +47,18 @@ class Request:
     versions: list[int] = field(default_factory=list)
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
 
-    def sample(self, stop: Any) -> Sample:
-        """Return the sampled tokens with their stop reason."""
+    def sample(self, stop: Any) -> Sample | EngineError:
+        """Return the sampled tokens with their stop reason, or an error if the constraint could not be followed."""
+        if self.matcher is not None and (problem := self.matcher.get_error()):
+            return EngineError(f"the constraint could not be followed: {problem}")
+        truncated = self.sampling.truncates or (self.matcher is not None and not self.sampling.greedy)
         return Sample(
             ids=tuple(self.sampled),
             logprobs=tuple(self.logprobs),
             entropies=tuple(self.entropies),
             stop=stop,
             versions=tuple(self.versions),
-            kept_mass=tuple(self.kept_mass) if self.sampling.truncates else None,
+            kept_mass=tuple(self.kept_mass) if truncated else None,
             alternatives=tuple(self.alternatives) or None,
             seconds=time.perf_counter() - self.started,
         )
