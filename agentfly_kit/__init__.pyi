@@ -34,6 +34,7 @@ from agentfly_kit.errors import RunMismatch as RunMismatch
 from agentfly_kit.errors import ToolError as ToolError
 from agentfly_kit.evaluation import Evaluation as Evaluation
 from agentfly_kit.evaluation import evaluate as evaluate
+from agentfly_kit.images import Image as Image
 from agentfly_kit.integrations import ray as ray
 from agentfly_kit.integrations import traces as traces
 from agentfly_kit.integrations import trackers as trackers

@@ -20,7 +20,7 @@ from agentfly_kit import task_files
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import TaskError
 from agentfly_kit.seeds import digest
-from agentfly_kit.types import Task, drop_none, normalize_messages
+from agentfly_kit.types import Task, drop_none, normalize_messages, text_of
 
 
 class Tasks(Displayable, Sequence[Task]):
@@ -351,8 +351,8 @@ def _build_task(location: str, row: Any, columns: _Columns) -> tuple[Task, str |
     messages = normalize_messages(question, where, TaskError, answered=columns.drop_answer)
     if columns.drop_answer and messages[-1]["role"] == "assistant":
         last = messages[-1]
-        answer = values.setdefault("answer", last["content"])
-        if answer != last["content"] or last.get("tool_calls"):
+        answer = values.setdefault("answer", text_of(last))
+        if answer != text_of(last) or last.get("tool_calls"):
             raise TaskError(
                 f"{where}: with drop_answer=True, the last message must have no tool calls, and the column 'answer' "
                 f"must be missing or equal to it, got the message {last!r:.80} and the answer {answer!r:.60}"
@@ -401,6 +401,9 @@ def _to_jsonable(value: Any) -> Any:
         return to_jsonable_python(value, bytes_mode="base64", inf_nan_mode="strings")
     except Exception:
         pass
-    if callable(dump := getattr(value, "tobytes", None)):  # arrays and images
-        return hashlib.blake2b(dump(), digest_size=16).hexdigest()
+    if isinstance(known := getattr(value, "digest", None), str):  # an `Image`
+        return known
+    if callable(dump := getattr(value, "tobytes", None)):  # arrays, and images of Pillow, which have a mode
+        form = f"{value.mode} {value.size}" if hasattr(value, "mode") else ""
+        return hashlib.blake2b(form.encode() + dump(), digest_size=16).hexdigest()
     raise TypeError(f"values must be strings, numbers, lists, dicts, bytes or arrays, got {type(value).__qualname__}")

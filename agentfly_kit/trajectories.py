@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import AlignmentError
 from agentfly_kit.samples import Sampling
-from agentfly_kit.types import Failure, Message, Task, ToolCall, Turn
+from agentfly_kit.types import Failure, Message, Task, ToolCall, Turn, text_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -268,7 +268,7 @@ class Trajectory(Displayable):
             return None
         for message in reversed(self.messages):
             if message["role"] == "assistant":
-                return None if message.get("tool_calls") else str(message.get("content") or "")
+                return None if message.get("tool_calls") else text_of(message)
         return None
 
     @property

@@ -13,12 +13,13 @@ import json
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentfly_kit._display import Displayable, printable, shorten
 from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError, is_host_failure
 
-# Chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}.
+# Chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}. The content of a message with
+# images is a tuple of strings and `Image` objects; `text_of` reads either.
 Message: TypeAlias = dict[str, Any]
 
 # JSON schemas of tools, in the format of the OpenAI API.
@@ -28,6 +29,35 @@ Schemas: TypeAlias = Sequence[dict[str, Any]]
 Alternatives: TypeAlias = tuple[tuple[int, str, float], ...]
 
 TurnKind: TypeAlias = Literal["prompt", "action", "observation", "forced"]
+
+
+class ImageSpan(NamedTuple):
+    """An `Image` behind `length` placeholder ids, the first of which has index `start` in the ids of its turn or row.
+
+    The position decides which image a span shows: an image that occurs twice has two spans.
+    """
+
+    image: Any
+    start: int
+    length: int
+
+
+def is_image(value: Any) -> bool:
+    """Return True for an `Image`, an image of Pillow and a matplotlib figure, without importing their packages."""
+    modules = {"agentfly_kit.images", "PIL.Image", "matplotlib.figure"}
+    return not modules.isdisjoint(kind.__module__ for kind in type(value).__mro__)
+
+
+def text_of(message: Mapping[str, Any]) -> str:
+    """Return the content of a message as text, in which "[image 640 x 480]" stands for an image."""
+    content = message.get("content")
+    return content if isinstance(content, str) else "\n".join(map(str, content or ()))
+
+
+def images_of(messages: Iterable[Mapping[str, Any]]) -> tuple[Any, ...]:
+    """Return the images in normalized messages, in order. An image that occurs twice is returned twice."""
+    contents = (m["content"] for m in messages if not isinstance(m["content"], str))
+    return tuple(part for content in contents for part in content if not isinstance(part, str))
 
 
 def check_lengths(record: Any, names: Sequence[str]) -> None:
@@ -42,11 +72,12 @@ def check_lengths(record: Any, names: Sequence[str]) -> None:
 def normalize_messages(
     messages: Iterable[Any], where: str, error: type[Exception] = SettingsError, *, answered: bool = False
 ) -> tuple[Message, ...]:
-    """Copy messages such that all content is a string and each tool call has an id and a dict of arguments.
+    """Copy messages such that all content has one form and each tool call has an id and a dict of arguments.
 
-    Text parts are joined without a separator, as in chat templates that accept parts. `error` is raised for malformed
-    calls, for content other than text and, unless `answered` is True, if the last message is an assistant message. The
-    error message begins with `where`.
+    Content without images becomes a string: text parts are joined without a separator, as in chat templates that accept
+    parts. Content with images becomes a tuple of strings and `Image` objects. `error` is raised for malformed calls,
+    for other content, for invalid images and, unless `answered` is True, if the last message is an assistant message.
+    The error message begins with `where`.
     """
     out: list[Message] = []
     if not isinstance(messages, Iterable) or not (given := tuple(messages)):
@@ -56,7 +87,7 @@ def normalize_messages(
             raise error(f"{where}: message {i} must be a dict with 'role' and 'content', got {message!r:.80}")
         at = f"{where}: message {i} (role {message['role']!r})"
         calls = message.get("tool_calls")
-        out.append({**message, "content": _join_text(message.get("content"), "" if calls else None, at, error)})
+        out.append({**message, "content": _join_parts(message.get("content"), "" if calls else None, at, error)})
         if calls:
             out[-1]["tool_calls"] = [_normalize_call(call, k, at, error) for k, call in enumerate(calls)]
     if out[-1]["role"] == "assistant" and not answered:
@@ -68,20 +99,43 @@ def normalize_messages(
     return tuple(out)
 
 
-def _join_text(content: Any, missing: str | None, at: str, error: type[Exception]) -> str:
+def _join_parts(content: Any, missing: str | None, at: str, error: type[Exception]) -> str | tuple[Any, ...]:
     content = missing if content is None else content
     if isinstance(content, str):
         return content
     if not isinstance(content, list | tuple) or not content:
-        raise error(f"{at}: 'content' must be a string or a list of text parts, got {content!r:.80}")
+        raise error(f"{at}: 'content' must be a string or a list of text and image parts, got {content!r:.80}")
+    parts: list[Any] = []
     for part in content:
-        given = {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
-        if set(given) != {"type", "text"} or given["type"] != "text" or not isinstance(given["text"], str):
+        part = _to_part(part, at, error)
+        if isinstance(part, str) and parts and isinstance(parts[-1], str):
+            parts[-1] += part
+        else:
+            parts.append(part)
+    return parts[0] if isinstance(parts[0], str) and len(parts) == 1 else tuple(parts)
+
+
+def _to_part(part: Any, at: str, error: type[Exception]) -> Any:
+    """Convert a part of a message to a string or an `Image`."""
+    if isinstance(part, str):
+        return part
+    given = {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else {}
+    if set(given) == {"type", "text"} and given["type"] == "text" and isinstance(given["text"], str):
+        return given["text"]
+    kind = given.get("type")
+    if set(given) != {"type", kind} or kind not in ("image", "image_url"):
+        if not is_image(part):
             raise error(
-                f"{at}: each part of 'content' must be {{'type': 'text', 'text': ...}}, got {part!r:.80}; prompts hold "
-                "text only, so replace other parts with a description"
+                f"{at}: each part of 'content' must be {{'type': 'text', 'text': ...}}, {{'type': 'image_url', "
+                f"'image_url': {{'url': 'data:image/png;base64,...'}}}} or an image, got {part!r:.80}"
             )
-    return "".join(part["text"] for part in content)
+        kind = None
+    from agentfly_kit import images
+
+    try:
+        return images.from_part(given[kind]) if kind else images.Image(part)
+    except SettingsError as problem:
+        raise error(f"{at}: {problem}") from problem
 
 
 def _normalize_call(call: Any, index: int, at: str, error: type[Exception]) -> dict[str, Any]:
@@ -106,11 +160,12 @@ class Task(Displayable):
 
     Attributes:
         id: Id of the task, unique within a set of tasks.
-        messages: Initial messages of the chain, at least one. Content given as text parts is joined into one string.
+        messages: Initial messages of the chain, at least one. The content of each is a string or a list of parts:
+            strings, images, and the parts of the OpenAI API. `normalize_messages` describes the stored form.
         fields: Named values that rewards and tools can request.
 
     Raises:
-        TaskError: if `id` is empty, a message lacks a role or text content, or the last one is an assistant message.
+        TaskError: if `id` is empty, a message lacks a role or valid content, or the last one is an assistant message.
     """
 
     id: str
@@ -123,7 +178,7 @@ class Task(Displayable):
         object.__setattr__(self, "messages", normalize_messages(self.messages, f"task {self.id!r}", TaskError))
 
     def __repr__(self) -> str:
-        text = shorten(self.messages[-1]["content"], 60)
+        text = shorten(text_of(self.messages[-1]), 60)
         return f"Task({self.id!r}, {text!r}, fields: {', '.join(self.fields) or 'none'})"
 
 
@@ -164,9 +219,11 @@ class ToolResult(Displayable):
         done, env_done: Whether the tool (`done`) or the environment (`env_done`) ends the chain.
         metrics: Numbers reported by the tool, keyed by name.
         ran: False if the call reached no tool, because it was malformed, named an unknown tool or exceeded a limit.
+        images: Images shown to the model after the text: any values that `Image` accepts. If the engine reads no
+            images, they end the chain with an error.
 
     Raises:
-        SettingsError: if `observation` is not a string.
+        SettingsError: if `observation` is not a string, or an image is invalid.
     """
 
     ok: bool
@@ -179,13 +236,18 @@ class ToolResult(Displayable):
     env_done: bool = False
     metrics: dict[str, float] = field(default_factory=dict)
     ran: bool = True
+    images: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.observation, str):
             raise SettingsError(f"the observation of a ToolResult must be a string, got {self.observation!r:.80}")
+        if self.images:
+            from agentfly_kit.images import Image
+
+            object.__setattr__(self, "images", tuple(map(Image, self.images)))
 
     def __repr__(self) -> str:
-        text = shorten(self.observation, 80)
+        text = shorten(" ".join([self.observation, *map(str, self.images)]).strip(), 80)
         flags = "".join(f", {name}" for name in ("truncated", "done", "env_done") if getattr(self, name))
         error = f", error={str(self.error)!r}" if self.error else ""
         return f"ToolResult({'ok' if self.ok else 'failed'}, {text!r}{flags}{error})"

@@ -16,6 +16,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = [
     "_display",
     "errors seeds",
+    "images",
     "types _async",
     "samples task_files",
     "trajectories",

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import agents
+import PIL.Image
 import pytest
 import torch
 
@@ -24,7 +25,23 @@ from agentfly_kit.sandboxes.grader import Grade, Verdict
 
 EVIL = "<script>alert(1)</script>" + "\u202e\ud800\x00\x1b[31m" + "x" * 10_000
 MANY = 20_000
-TAGS = {"div", "p", "b", "code", "pre", "details", "summary", "table", "thead", "tbody", "tr", "th", "td", "span"}
+TAGS = {
+    "div",
+    "p",
+    "b",
+    "code",
+    "pre",
+    "details",
+    "summary",
+    "table",
+    "thead",
+    "tbody",
+    "tr",
+    "th",
+    "td",
+    "span",
+    "img",
+}
 
 
 def task(**fields: Any) -> af.Task:
@@ -112,6 +129,7 @@ def rows(count: int) -> list[dict[str, Any]]:
 
 
 OBJECTS: dict[str, Callable[[], Any]] = {
+    "Image": lambda: af.Image(PIL.Image.new("RGB", (8, 8))),
     "Agent": lambda: agents.agent(system=EVIL[:40], name=EVIL),
     "Batch": batch,
     "Branch": lambda: af.Branch(initial=8),

@@ -7,6 +7,8 @@ import math
 import sys
 from typing import Any
 
+from agentfly_kit.types import text_of
+
 # Number of seeds per fork that are compared with the seed of an action to find the fork that sampled it.
 _ATTEMPTS = 300
 
@@ -76,7 +78,7 @@ def code(chain: Any) -> str:
             lines.append(f"chain.compact({list(turn.messages)!r}{more})")
         elif turn.author == "tool":
             lines.append("await chain.act()")
-            lines += [f"chain.observe({m['content']!r})" for m in turn.messages if m.get("role") == "user"]
+            lines += [f"chain.observe({text_of(m)!r})" for m in turn.messages if m.get("role") == "user"]
         else:
             more = "" if turn.author == "person" else f", author={turn.author!r}"
             lines.append(f"chain.observe({result_text(turn)!r}{more})")
@@ -138,4 +140,4 @@ def result_text(turn: Any) -> str:
     for call in turn.tool_calls:
         if call.result is not None:
             return str(call.result.observation)
-    return "\n".join(str(m["content"]) for m in turn.messages)
+    return "\n".join(text_of(m) for m in turn.messages)

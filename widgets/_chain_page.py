@@ -8,9 +8,10 @@ from collections import Counter
 from typing import Any
 
 from agentfly_kit.integrations.html import escape_control_chars
+from agentfly_kit.types import text_of
 
 from ._chain_code import result_text
-from ._format import count, escape, number, sendable, tag
+from ._format import count, escape, number, picture, pictures, sendable, tag
 from ._tokens import visible
 
 # Maximum number of characters shown per text.
@@ -98,6 +99,7 @@ def turn_state(turn: Any) -> dict[str, Any]:
         "text": escape_control_chars(turn.text, _TEXT),
         "plain": sendable(result_text(turn))[:_TEXT] if turn.kind == "observation" else "",
         "calls": [call_state(call) for call in turn.tool_calls],
+        "images": pictures(turn.messages),
         "reward": None if turn.reward is None else number(float(turn.reward)),
         "stop": turn.stop,
         "seconds": float(turn.seconds),
@@ -146,7 +148,7 @@ def _sample(t: Any, turn: Any) -> dict[str, Any]:
         ]
         texts = turn.token_texts or (turn.text,)
         first = visible(texts[0], 40)
-        answer = str(turn.messages[-1]["content"]) if turn.messages and turn.stop == "stop" else ""
+        answer = text_of(turn.messages[-1]) if turn.messages and turn.stop == "stop" else ""
         action = " ".join(calls) or answer or turn.text
     outcome = None
     if t.reward is not None or t.error is not None:
@@ -186,9 +188,12 @@ def page(state: dict[str, Any], samples: dict[str, Any], title: str) -> str:
             )
             for c in turn["calls"]
         )
+        shown = "".join(picture(*each) for each in turn["images"])
+        left -= len(shown)
         cell = "text-align:left;white-space:pre-wrap;font-family:monospace"
         rows.append(
-            f'<tr><td style="text-align:left">{escape(who)}</td><td style="{cell}">{escape(text)}{calls}</td></tr>'
+            f'<tr><td style="text-align:left">{escape(who)}</td>'
+            f'<td style="{cell}">{escape(text)}{calls}{shown}</td></tr>'
         )
     out.append(f"<table><tbody>{''.join(rows)}</tbody></table>")
     if samples:

@@ -10,6 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from agentfly_kit.types import images_of
+
 # Tooltip shown by all views that display success.
 SUCCESS_RULE = (
     "A chain succeeds if its metric 'success' is not 0; Agent(success=) or a reward records it. Without this metric, "
@@ -28,6 +30,16 @@ def pack(values: npt.ArrayLike) -> dict[str, bytes]:
         "values": np.where(present, array, np.float32(0)).astype("<f4").tobytes(),
         "present": np.packbits(present, bitorder="little").tobytes(),
     }
+
+
+def pictures(messages: Any) -> list[list[str]]:
+    """Return source and description of the images in messages, for `<img>` elements; the source may be ""."""
+    return [[image.preview, str(image)] for image in images_of(messages)]
+
+
+def picture(source: str, text: str) -> str:
+    style = "max-width:240px;max-height:240px"
+    return tag("img", src=source, alt=text, style=style) if source else escape(text)
 
 
 def number(value: float | None) -> str:

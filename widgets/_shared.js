@@ -154,6 +154,11 @@ export function h(name, attributes = {}, ...children) {
   return el;
 }
 
+/** Elements for images given as [source, description]. The source is empty if there is no preview. */
+export function pictures(list) {
+  return (list ?? []).map(([src, alt]) => (src ? h("img", { src, alt, class: "afk-img" }) : h("span", { class: "afk-soft" }, alt)));
+}
+
 export function s(name, attributes = {}, ...children) {
   const el = document.createElementNS("http://www.w3.org/2000/svg", name);
   setAll(el, attributes);

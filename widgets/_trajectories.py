@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from agentfly_kit.integrations.html import escape_control_chars
+from agentfly_kit.types import text_of
 
 from ._chains import chain_label, is_hash
 from ._format import SUCCESS_RULE, number, pack, shared_prefix
@@ -91,7 +92,7 @@ def to_entry(t: Any) -> Entry:
         (str(name), value if isinstance(value, str) else repr(value)) for name, value in t.task.fields.items()
     )
     return Entry(
-        id=t.id, label=chain_label(t), task=t.task.id, question=_line(t.task.messages[-1]["content"], 300),
+        id=t.id, label=chain_label(t), task=t.task.id, question=_line(text_of(t.task.messages[-1]), 300),
         answer=_line(dict(fields).get("answer", ""), 160), fields=fields, group=t.group, reward=t.reward,
         success=t.success, stop=t.stop, error="" if t.error is None else str(t.error), seconds=t.seconds,
         metrics={name: float(value) for name, value in t.metrics.items()}, says=t.explain(), actions=len(t.actions),
@@ -278,7 +279,7 @@ def last_text(k: Entry) -> str:
     """Return the text of the last action, or its tool calls, as a single line."""
     for turn in reversed(k.turns):
         if turn[0] in ("action", "forced"):
-            text = " ".join(str(message.get("content") or "") for message in turn[9]) if turn[9] else turn[2]
+            text = " ".join(text_of(message) for message in turn[9]) if turn[9] else turn[2]
             return _line(text, 600) or f"calls {', '.join(call.name for call in turn[8])}"
     return "no action"
 

@@ -127,7 +127,7 @@ export default {
             // Tool results are shown per call; the templated text that the model reads opens on a click.
             ...(t.kind === "observation" && t.calls.length
               ? [...t.calls.map(call), h("details", { class: "afk-told" }, h("summary", {}, "as the model reads it"), h("div", { class: "afk-text", dir: "auto" }, t.text))]
-              : [h("div", { class: "afk-text", dir: "auto" }, t.text), ...t.calls.map(call)]));
+              : [h("div", { class: "afk-text", dir: "auto" }, t.text), ...t.calls.map(call)]), ...pictures(t.images));
         }
         function startEdit(t) {
           editing = true;

@@ -15,6 +15,8 @@ from typing import Any, ClassVar
 
 import traitlets
 
+from agentfly_kit.types import text_of
+
 from ._chain_code import _named
 from ._chains import ChainsView, chain_label
 from ._format import SUCCESS_RULE, count, escape, number, sendable, shared_prefix, tag
@@ -190,7 +192,7 @@ class RewardForm(ChainsView):
             "tally": [[k, KINDS[k], tally[k]] for k in KINDS],
             "rows": [
                 [
-                    sendable(a.id), sendable(chain_label(a)), sendable(_short(str(a.task.messages[-1]["content"]))),
+                    sendable(a.id), sendable(chain_label(a)), sendable(_short(text_of(a.task.messages[-1]))),
                     number(a.reward), number(b.reward), k,
                     sendable(_short(a.final if a.final is not None else f"({a.stop})")),
                 ]
@@ -208,7 +210,7 @@ class RewardForm(ChainsView):
                 self.pick(a)
                 self._detail = {
                     "id": sendable(a.id),
-                    "task": sendable(str(a.task.messages[-1]["content"])[:2000]),
+                    "task": sendable(text_of(a.task.messages[-1])[:2000]),
                     "fields": sendable(", ".join(f"{k}={_short(repr(v))}" for k, v in a.task.fields.items())),
                     "final": None if a.final is None else sendable(a.final[:4000]),
                     "old": sendable(a.explain()[:1000]),

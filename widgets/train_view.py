@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import traitlets
 
 from agentfly_kit.integrations.html import escape_control_chars
+from agentfly_kit.types import text_of
 
 from ._base import LiveView
 from ._chains import ChainsView
@@ -299,7 +300,7 @@ def _together(runs: Sequence[Any]) -> Callable[[Callable[..., None]], Callable[[
 
 
 def _row(t: Any) -> list[Any]:
-    question, final = (" ".join(str(text).split()) for text in (t.task.messages[-1]["content"], t.final))
+    question, final = (" ".join(str(text).split()) for text in (text_of(t.task.messages[-1]), t.final))
     return [
         sendable(t.id), sendable(question[:120]), number(t.reward), t.stop, len(t.actions),
         sum(int(row.action_mask.sum()) for row in t.rows) if t.exact else None,

@@ -86,7 +86,7 @@ export function bubbles(turn, last) {
   for (const m of turn.messages) {
     const answers = turn.kind === "observation" && used < results.length ? [results[used]] : [];
     used += answers.length;
-    out.push({ role: answers.length || m.role === "tool" ? "tool result" : m.role, text: m.content, thinking: m.thinking, call: answers[0] ?? null });
+    out.push({ role: answers.length || m.role === "tool" ? "tool result" : m.role, text: m.content, thinking: m.thinking, call: answers[0] ?? null, images: m.images });
   }
   if (turn.kind === "action" || (turn.kind === "forced" && turn.messages.length)) out.push(...turn.calls.map((call) => ({ role: "tool call", text: "", thinking: "", call })));
   if (!turn.messages.length && (turn.kind !== "forced" || last)) out.push({ role: { prompt: "prompt", observation: "tool result" }[turn.kind] ?? "assistant", text: turn.text, thinking: "", call: null });
@@ -320,7 +320,7 @@ export default {
           return bubbles(t, last).map((b, k) => {
             const head = [h("b", {}, b.role), h("span", { class: "afk-soft afk-num" }, b.call && b.role === "tool result" ? ` of ${b.call.name}` : "", k === 0 ? ` · ${facts}` : "")];
             const inside = [b.thinking ? h("details", { class: "afk-soft" }, h("summary", {}, "thinking"), ...prose(b.thinking)) : "",
-              ...(b.role === "tool call" ? [called(b.call)] : b.call && b.call.ok !== null ? result(b.call) : prose(b.text))];
+              ...(b.role === "tool call" ? [called(b.call)] : b.call && b.call.ok !== null ? result(b.call) : prose(b.text)), ...pictures(b.images)];
             const kind = { system: "prompt", user: "prompt", prompt: "prompt", assistant: "action", "tool call": "action", "tool result": "observation" }[b.role] ?? "forced";
             const box = h("div", { class: `afk-turn2 afk-bubble afk-${kind} afk-role-${b.role.split(" ").at(-1)}` });
             if (t.kind === "prompt" && (fold || b.role === "system")) box.append(h("details", {}, h("summary", { class: "afk-turnhead" }, ...head, h("span", { class: "afk-link2" }, "show")), ...inside));
@@ -334,7 +334,7 @@ export default {
           time.style.width = `${longest > 0 ? (100 * t.seconds) / longest : 0}%`;
           // The calls of an observation repeat its text.
           const body = t.kind === "observation" && t.calls.length ? [] : [h("div", { class: "afk-text", dir: "auto" }, t.text)];
-          const inside = [...body, ...(t.kind === "action" || t.kind === "forced" ? [] : t.calls.map(call))];
+          const inside = [...body, ...(t.kind === "action" || t.kind === "forced" ? [] : t.calls.map(call)), ...pictures(t.messages.flatMap((m) => m.images))];
           const head = [h("span", { class: "afk-badge", "aria-hidden": "true" }, LETTER[t.kind] ?? "?"), h("b", {}, `${i} ${t.kind}`), h("span", { class: "afk-soft afk-num" }, ` by ${t.author}${facts.length ? ` · ${facts.join(" · ")}` : ""}`)];
           const box = h("div", { class: `afk-turn2 afk-${LETTER[t.kind] ? t.kind : "prompt"}` });
           if (t.kind === "prompt" && fold) box.append(h("details", {}, h("summary", { class: "afk-turnhead" }, ...head), ...inside));

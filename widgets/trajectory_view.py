@@ -10,12 +10,13 @@ import numpy as np
 import traitlets
 
 from agentfly_kit.integrations.html import escape_control_chars
+from agentfly_kit.types import text_of
 
 from ._base import Opener
 from ._chain_code import _named
 from ._chain_page import call_state
 from ._chains import cell_of
-from ._format import count, escape, number, sendable, tag
+from ._format import count, escape, number, picture, pictures, sendable, tag
 from ._selection import Trajectories
 from ._tokens import some
 from ._trajectories import (
@@ -221,8 +222,9 @@ class TrajectoryView(Opener):
 def _message(message: Any) -> dict[str, Any]:
     return {
         "role": escape_control_chars(str(message.get("role", "?")), 40),
-        "content": escape_control_chars(str(message.get("content") or ""), _TEXT),
+        "content": escape_control_chars(text_of(message), _TEXT),
         "thinking": escape_control_chars(str(message.get("thinking") or ""), _TEXT),
+        "images": pictures([message]),
     }
 
 
@@ -283,7 +285,8 @@ def _page(kept: list[Entry], dropped: dict[str, str], notes: dict[str, str], sho
                 style="white-space:pre-wrap;font-family:monospace",
             )
             head = tag("b", escape(f"{n} {turn[0]}")) + escape(f" {turn[1][:60]} ")
-            lines.append(tag("div", head, text, style="margin:3px 0;overflow-wrap:anywhere"))
+            images = (picture(*each) for each in pictures(turn[9]))
+            lines.append(tag("div", head, text, *images, style="margin:3px 0;overflow-wrap:anywhere"))
         name = escape(f"{k.question[:80]} · {k.label[:80]}")
         page = f"<details><summary>{name}, turn by turn</summary>{''.join(lines)}</details>"
         budget -= len(page.encode())

@@ -174,6 +174,7 @@ class ChainState(Displayable):
 
     def _append_observation(self, turn: Turn) -> Turn:
         """Encode an observation that does not end the chain, and append it; see `encode_observation`."""
+        self.agent.check_images(self.task, turn.messages)
         encoded, leaf = encode_observation(self.agent, turn)
         self._append(leaf)
         return encoded

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.types import Message, normalize_messages
+from agentfly_kit.types import Message, normalize_messages, text_of
 
 # Role, text, tool calls, and the id of the call that the message answers. Messages with equal keys are equal.
 MessageKey: TypeAlias = tuple[Any, ...]
@@ -22,7 +22,8 @@ def plain_messages(messages: Any, call_ids: Mapping[str, tuple[str, str]]) -> tu
     """Normalize the messages of a chat request.
 
     The role "developer" becomes "system", text parts are joined, arguments of tool calls are parsed, and unknown keys
-    are dropped. `call_ids` maps each call id sent to the client to the id and name of the call in the chain.
+    are dropped. Images are refused, because a chain with a harness contains text
+    only. `call_ids` maps each call id sent to the client to the id and name of the call in the chain.
 
     Raises:
         SettingsError: if a message is malformed or not plain text, or if the last message is an assistant message.
@@ -37,6 +38,8 @@ def plain_messages(messages: Any, call_ids: Mapping[str, tuple[str, str]]) -> tu
         if given.get("function_call"):
             raise SettingsError(f"messages: message {i} must use 'tool_calls' for its calls, got 'function_call'")
         content = given.get("content")
+        if isinstance(content, list) and any(isinstance(p, Mapping) and p.get("type") != "text" for p in content):
+            raise SettingsError(f"messages: message {i} (role {role!r}) must consist of text, got {content!r:.80}")
         if isinstance(content, list) and not content:
             content = ""
         message: Message = {"role": "system" if role == "developer" else role}
@@ -85,7 +88,7 @@ def message_key(message: Message) -> MessageKey:
         (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls") or ()
     )
-    return message["role"], message["content"].strip(), calls, message.get("tool_call_id", "")
+    return message["role"], text_of(message).strip(), calls, message.get("tool_call_id", "")
 
 
 @dataclass

@@ -36,7 +36,7 @@ from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.context import Context, Fields
 from agentfly_kit.tools.injection import InjectedFunction
 from agentfly_kit.tools.results import to_text
-from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn
+from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn, text_of
 
 # Maximum time in seconds to wait for a cancelled harness to clean up.
 _CANCEL_SECONDS = 5.0
@@ -158,7 +158,7 @@ class HarnessChain(BaseChain):
     def _answer(self, text: str | None) -> None:
         """End the chain with the answer `text`, which the harness returned, or the last action if `text` is None."""
         last = self.turns[-1].messages[-1]
-        if text is None or (last["role"], last["content"], last.get("tool_calls")) == ("assistant", text, None):
+        if text is None or (last["role"], text_of(last), last.get("tool_calls")) == ("assistant", text, None):
             self._end("answered")
             return
         message: Message = {"role": "assistant", "content": text}
@@ -354,7 +354,7 @@ class HarnessChain(BaseChain):
         for message in messages:
             call = pending.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
             if call is not None:
-                calls.append(dataclasses.replace(call, result=ToolResult(True, message["content"])))
+                calls.append(dataclasses.replace(call, result=ToolResult(True, text_of(message))))
         return Turn(
             kind="observation",
             author="tool" if all(message["role"] == "tool" for message in messages) else "harness",
@@ -396,7 +396,7 @@ class HarnessChain(BaseChain):
             self._call_ids[sent] = (call.id, call.name)
             calls.append(ReplyCall(sent, call.name, json.dumps(call.arguments, ensure_ascii=False)))
         return Reply(
-            text=message["content"],
+            text=text_of(message),
             thinking=message.get("thinking"),
             calls=tuple(calls),
             finish="length" if turn.stop == "length" else "tool_calls" if calls else "stop",

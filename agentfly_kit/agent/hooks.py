@@ -7,7 +7,7 @@ from typing import Any
 
 from agentfly_kit.agent.turns import append_text
 from agentfly_kit.errors import check_count, checks_keywords
-from agentfly_kit.types import Message
+from agentfly_kit.types import Message, text_of
 
 __all__ = ["sliding_window", "summarize"]
 
@@ -37,7 +37,7 @@ def sliding_window(steps: int) -> Callable[[Any], None]:
                 shown[-1] += turn.messages
         opening = list(chain.turns[0].messages)
         if steps == 0:
-            text = "\n".join(message["content"] for message in chain.turn.messages)
+            text = "\n".join(map(text_of, chain.turn.messages))
             chain.compact(text, author="window")
         else:
             chain.compact([*opening, *(m for step in shown[-steps:] for m in step)], author="window")
@@ -71,7 +71,7 @@ def summarize(
 
     async def on_context_full(chain: Any) -> None:
         chat, limit = chain.agent.chat, chain.agent.engine.max_length
-        text = "\n".join(m.get("content") or "" for turn in chain.turn.row_path[1:] for m in turn.messages)
+        text = "\n".join(text_of(m) for turn in chain.turn.row_path[1:] for m in turn.messages)
         prompt = len(chat.prompt(append_text(chain.turns[0].messages, instruction), chain.agent.tools.schemas))
         room = limit - tokens - prompt - 8  # a few tokens for the separators
         if chain.turn.row + 2 >= rows or room < 1:
@@ -85,6 +85,6 @@ def summarize(
             # Only the text of the summary is used: its calls do not run, and no nudge follows it.
             chain._append(summary, "answered")
             said = [i for i in summary.ids if i not in chat.stop_ids]
-            chain.compact(summary.messages[0]["content"] or chat.text(said))
+            chain.compact(text_of(summary.messages[0]) or chat.text(said))
 
     return on_context_full

@@ -269,7 +269,8 @@ class Rollout(Displayable):
         """Write the rollout to a .jsonl file atomically.
 
         Fields of tasks may be JSON values, tuples, sets, bytes, dates, times, decimals, UUIDs and paths, which `load`
-        restores, and arrays, which it returns as lists. A time zone becomes its offset.
+        restores, and arrays, which it returns as lists. A time zone becomes its offset. Images are written to the
+        folder `rollout_images` beside the file, each once; a loaded rollout reads them when they are first needed.
 
         Raises:
             RunError: If a task contains values of other types, or the file cannot be written.

@@ -1,6 +1,7 @@
 """Reading and writing rollouts as JSONL files: a header, followed by one trajectory per line.
 
-Only fields that differ from their defaults are written. The text of each token id is written once, in the header.
+Only fields that differ from their defaults are written. The text of each token id is written once, in the header, and
+each image once, in the folder `rollout_images` beside the file.
 """
 
 from __future__ import annotations
@@ -25,9 +26,10 @@ from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Failure, Task, ToolCall, ToolResult, Turn
 
 _FORMAT = "agentfly_kit.rollout"
-# Highest format version. Version 3 is written if tasks contain values that JSON cannot represent, version 2 if a
-# trajectory has several rows, and otherwise version 1.
-_VERSION = 3
+# Highest format version. Version 4 is written if there are images, version 3 if tasks contain other values that JSON
+# cannot represent, version 2 if a trajectory has several rows, and otherwise version 1.
+_VERSION = 4
+_IMAGES = "rollout_images"
 # Key of the type name in the JSON object that represents such a value. The other key is "value".
 _TYPE = "$type"
 # Functions that convert such values to JSON and back, keyed by type name.
@@ -59,8 +61,14 @@ _LEFT_OUT: dict[type, tuple[str, ...]] = {
 }
 
 
-def _json_fallback(value: Any) -> Any:
-    """Convert records, tasks, NumPy scalars and arrays. Raise TypeError for any other type."""
+def _json_fallback(images: dict[str, Any], value: Any) -> Any:
+    """Convert records, tasks, images, NumPy scalars and arrays. Raise TypeError for any other type.
+
+    Images are added to `images`, keyed by digest.
+    """
+    if type(value).__module__ == "agentfly_kit.images":
+        images[value.digest] = value
+        return {_TYPE: "Image", "value": [value.digest, *value.size]}
     if type(value) in _LEFT_OUT:
         return _record_to_json(value)
     if isinstance(value, Task):
@@ -87,23 +95,29 @@ def _encode(value: Any) -> Any:
     return [_encode(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def _decode(value: Any) -> Any:
-    """Restore a value that was converted by `_encode`."""
+def _decode(value: Any, folder: Path) -> Any:
+    """Restore a value that was converted by `_encode`. The files of images are in `folder`."""
     if isinstance(value, list):
-        return [_decode(part) for part in value]
+        return [_decode(part, folder) for part in value]
     if not isinstance(value, dict):
         return value
-    parts = {key: _decode(part) for key, part in value.items()}
+    parts = {key: _decode(part, folder) for key, part in value.items()}
+    if parts.get(_TYPE) == "Image":
+        from agentfly_kit.images import Image
+
+        return Image.stored(folder, *parts["value"])
     return _CODECS[parts[_TYPE]][1](parts["value"]) if _TYPE in parts else parts
 
 
-def dump_json(value: Any, where: str) -> str:
+def dump_json(value: Any, where: str, images: dict[str, Any] | None = None) -> str:
+    """Return a value as JSON. Images in it are added to `images`, keyed by digest."""
+    fallback = functools.partial(_json_fallback, {} if images is None else images)
     try:
-        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=_json_fallback, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=fallback, allow_nan=False)
         try:
             text.encode()
         except UnicodeEncodeError:  # lone surrogates can be written only as escape sequences
-            text = json.dumps(value, separators=(",", ":"), default=_json_fallback, allow_nan=False)
+            text = json.dumps(value, separators=(",", ":"), default=fallback, allow_nan=False)
         return text
     except (TypeError, ValueError, RecursionError) as error:
         raise RunError(
@@ -137,15 +151,16 @@ def _trajectory_to_json(t: Trajectory) -> dict[str, Any]:
     return _record_to_json(t) | {"task": t.task, "chain": t.chain, "seed": t.seed, "sampling": vars(t.sampling)}
 
 
-def _call_from_json(data: dict[str, Any]) -> ToolCall:
+def _call_from_json(data: dict[str, Any], folder: Path) -> ToolCall:
     result = data.pop("result", None)
     if result is not None:
         error = result.pop("error", None)
+        result["images"] = tuple(_decode(result.get("images", []), folder))
         result = ToolResult(**result, error=Failure(**error) if error else None)
     return ToolCall(**data, result=result)
 
 
-def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str]) -> Trajectory:
+def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str], folder: Path) -> Trajectory:
     task = data.pop("task")
     error = data.pop("error", None)
     turns: list[Turn] = []
@@ -153,13 +168,16 @@ def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str]) -> 
         for name in ("ids", "logprobs", "entropies", "kept_mass", "versions", "messages"):
             if raw.get(name) is not None:
                 raw[name] = tuple(raw[name])
+        for message in raw.get("messages", ()):
+            if isinstance(message["content"], list):
+                message["content"] = tuple(_decode(message["content"], folder))
         if "alternatives" in raw:
             raw["alternatives"] = tuple(tuple(map(tuple, position)) for position in raw["alternatives"])
         raw["label"] = raw.pop("place", "")
         if raw["ids"] is not None and "pieces" not in raw:
             raw["token_texts"] = tuple(token_texts.get(i, f"[{i}]") for i in raw["ids"])
         raw.pop("pieces", None)
-        calls = tuple(_call_from_json(call) for call in raw.pop("tool_calls", ()))
+        calls = tuple(_call_from_json(call, folder) for call in raw.pop("tool_calls", ()))
         turns.append(Turn(**raw, tool_calls=calls, parent=turns[-1] if turns else None))
     sampling = data.pop("sampling")
     return Trajectory(
@@ -197,10 +215,11 @@ def write(
         for turn in t.turns:
             if turn.ids is not None and turn.token_texts is not None:
                 token_texts.update(zip(turn.ids, turn.token_texts, strict=True))
-    lines = [dump_json(_trajectory_to_json(t), f"trajectory {t.id!r}") + "\n" for t in trajectories]
+    images: dict[str, Any] = {}
+    lines = [dump_json(_trajectory_to_json(t), f"trajectory {t.id!r}", images) + "\n" for t in trajectories]
     version = 2 if any(turn.row for t in trajectories for turn in t.turns) else 1
     if any(f'"{_TYPE}":' in line for line in lines):
-        version = _VERSION
+        version = _VERSION if images else 3
     header = {"format": _FORMAT, "version": version, "seconds": seconds, "pieces": token_texts}
     if not_run:
         header["not_run"] = dict(not_run)
@@ -209,6 +228,8 @@ def write(
     with atomic_write(path) as file:
         file.write(dump_json(header, "the header") + "\n")
         file.writelines(lines)
+        for image in images.values():
+            image.store(path.parent / _IMAGES)
 
 
 def read(path: Path) -> tuple[list[Trajectory], float, dict[str, str], int]:
@@ -225,14 +246,14 @@ def read(path: Path) -> tuple[list[Trajectory], float, dict[str, str], int]:
         if header["version"] > _VERSION:
             raise RunError(f"{path} is from a newer version ({header['version']} > {_VERSION}); upgrade agentfly_kit")
         token_texts = {int(k): v for k, v in header["pieces"].items()}
-        trajectories = []
+        trajectories, folder = [], path.parent.absolute() / _IMAGES
         for line in lines[1:]:
             number += 1
             if line:
                 data = json.loads(line)
-                if header["version"] == _VERSION:
-                    data["task"] = _decode(data["task"])
-                trajectories.append(_trajectory_from_json(data, token_texts))
+                if header["version"] >= 3:
+                    data["task"] = _decode(data["task"], folder)
+                trajectories.append(_trajectory_from_json(data, token_texts, folder))
         return trajectories, header["seconds"], dict(header.get("not_run", {})), header.get("forks_refused", 0)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise RunError(f"{path}:{number} is damaged: {type(error).__name__}: {error}") from error

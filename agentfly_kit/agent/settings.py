@@ -19,7 +19,7 @@ from agentfly_kit.samples import Sampling
 from agentfly_kit.success import SuccessRule, check_success_rule
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.trajectories import Group, Trajectory
-from agentfly_kit.types import Message, Task
+from agentfly_kit.types import Message, Task, images_of
 
 # Arguments that each hook receives.
 _HOOKS = {
@@ -199,11 +199,30 @@ class AgentSettings(Displayable):
         """Return the initial messages of each chain of a task: the system message, if any, and the task's messages."""
         return task.messages if self.system is None else ({"role": "system", "content": self.system}, *task.messages)
 
+    def check_images(self, task: Task, messages: Sequence[Message]) -> None:
+        """Raise SettingsError if the messages of a chain of `task` contain images, and the engine reads none."""
+        with_images = (i for i, message in enumerate(messages) if not isinstance(message["content"], str))
+        if (first := next(with_images, None)) is None or (self.engine.images and self.harness is None):
+            return
+        origin = messages[first].get("name") or messages[first]["role"]  # the tool, if it is the result of a call
+        reader = "a harness receives text only" if self.harness else f"{self.engine!r} reads no images"
+        raise SettingsError(
+            f"task {task.id!r}: message {first} (from {origin!r}) has an image, but {reader}; use an engine that reads "
+            "images, such as OpenAIEngine with a vision model, or describe the image in words"
+        )
+
     def check_tasks(self, tasks: Sequence[Task]) -> None:
         """Raise TaskError if a task lacks a required field, and warn once about each redefined tool or reward.
 
-        Raise SettingsError if a reward requires token ids, which the engine does not return.
+        Raise SettingsError if a reward requires token ids, which the engine does not return, or if a task has more
+        images than the engine reads.
         """
+        for task in tasks:
+            self.check_images(task, task.messages)
+            if (count := len(images_of(task.messages))) > self.engine.images:
+                raise SettingsError(
+                    f"task {task.id!r} must have at most {self.engine.images} images for {self.engine!r}, got {count}"
+                )
         if not self.exact and (counting := [r.name for r in self.reward if r.needs_tokens]):
             raise SettingsError(
                 f"the reward {counting[0]!r} requires an engine with exact tokens, got {self.engine!r}"

@@ -14,7 +14,7 @@ from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.chat.formats import Parsed
 from agentfly_kit.samples import Sample, Sampling
-from agentfly_kit.types import Alternatives, Message, Task, ToolCall, Turn, normalize_messages
+from agentfly_kit.types import Alternatives, Message, Task, ToolCall, Turn, normalize_messages, text_of
 
 # Messages with more characters are encoded in a thread, because on the event loop they would delay other chains.
 _LONG = 50_000
@@ -32,7 +32,7 @@ async def encode_long(messages: Iterable[Mapping[str, Any]], encode: Callable[[]
 
 def is_long(messages: Iterable[Mapping[str, Any]]) -> bool:
     """Return True if encoding the messages would block the event loop noticeably."""
-    return sum(len(str(message.get("content"))) for message in messages) > _LONG
+    return sum(len(text_of(message)) for message in messages) > _LONG
 
 
 async def warn_about_long_prompt(agent: AgentSettings, tasks: Iterable[Task]) -> None:
@@ -40,7 +40,7 @@ async def warn_about_long_prompt(agent: AgentSettings, tasks: Iterable[Task]) ->
 
     Only the prompt with the most characters is encoded. If the template rejects it, its own chains report the error.
     """
-    task = max(tasks, key=lambda task: sum(len(str(message.get("content"))) for message in task.messages))
+    task = max(tasks, key=lambda task: sum(len(text_of(message)) for message in task.messages))
     opening, count = agent.opening(task), 0
 
     def encode() -> int:
@@ -64,7 +64,7 @@ def token_fields(agent: AgentSettings, ids: Sequence[int]) -> dict[str, Any]:
 
 def text_fields(agent: AgentSettings, messages: Sequence[Message]) -> dict[str, Any]:
     """Return the fields `ids`, `text` and `token_texts` of a turn whose token ids are unknown or added later."""
-    text = "\n".join(message["content"] for message in messages)
+    text = "\n".join(map(text_of, messages))
     return {"ids": () if agent.exact else None, "text": text, "token_texts": None}
 
 
@@ -227,6 +227,8 @@ def append_text(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
     """Return the messages with `text` appended to the content of the last message."""
     *before, last = messages
     content = last["content"]
+    if not isinstance(content, str):  # parts, some of which are images
+        return (*before, {**last, "content": (*content, f"\n\n{text}")})
     return (*before, {**last, "content": f"{content}\n\n{text}" if content else text})
 
 
@@ -237,7 +239,9 @@ def next_row(agent: AgentSettings, before: Turn, messages: Sequence[Message], au
 
 def result_message(call: ToolCall) -> Message:
     """Return the chat message with the result of a tool call."""
-    content = call.result.observation if call.result is not None else ""
+    content: Any = call.result.observation if call.result is not None else ""
+    if call.result is not None and call.result.images:
+        content = (*filter(None, [content]), *call.result.images)
     return {"role": "tool", "tool_call_id": call.id, "name": call.name, "content": content}
 
 

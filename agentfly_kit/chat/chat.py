@@ -273,6 +273,11 @@ class Chat(Displayable):
 
     def _adapt_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Convert calls to text and tool results to user messages if necessary. Consecutive results are merged."""
+        for i, message in enumerate(messages):
+            if not isinstance(message["content"], str):
+                raise SettingsError(
+                    f"message {i} (role {message['role']!r}) has an image, but a chat encodes text only"
+                )
         if self.template.calls is None or not self._in_template_format:
             messages = [self._with_written_calls(message) for message in messages]
         if not self._results_as_user:

@@ -24,6 +24,7 @@ from agentfly_kit.diagnosis.evidence import (
     unrelated,
 )
 from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
+from agentfly_kit.types import text_of
 
 # Beginnings of tool calls in common formats. A text that contains one of them is unlikely to be an answer.
 _CALL = re.compile(r'(?m)<tool_call|<function|<\|tool|<\|python_tag|\[TOOL_CALLS\]|"arguments"\s*:|^Action:')
@@ -102,7 +103,7 @@ def same_start(e: Evidence) -> Result:
     if len(e.starts) < 2 or len(texts) > 1 or any(len(set.union(*seen)) > 1 for seen in shared):
         return None
     # Without text from the environment or several results to compare, the tasks may differ in something not shown.
-    if len(shared) < 3 and min(texts)[-1:] == (e.chains[0].task.messages[-1]["content"],):
+    if len(shared) < 3 and min(texts)[-1:] == (text_of(e.chains[0].task.messages[-1]),):
         return None
     return f"All {len(e.starts)} tasks start with the same text, and equal calls get equal results.", 1.0, 1.0
 
@@ -198,7 +199,7 @@ def _truncation(e: Evidence, long: bool) -> Result:
     text = f"{len(cut)} of {len(e.chains)} chains were truncated, {count} of them by {stop}"
     # Observations that did not fit into the context have no token ids, so measure all lengths in characters.
     turns = [turn for t in cut for turn in t.turns if turn.kind != "prompt"] if stop == "context_full" else []
-    sizes = [sum(len(str(m.get("content") or "")) for m in turn.messages) or len(turn.text) for turn in turns]
+    sizes = [sum(len(text_of(m)) for m in turn.messages) or len(turn.text) for turn in turns]
     seen = [(size, turn) for size, turn in zip(sizes, turns, strict=True) if turn.kind == "observation"]
     share = sum(size for size, _ in seen) / max(1, sum(sizes))
     if long != (share > 0.6):

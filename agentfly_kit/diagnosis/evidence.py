@@ -19,7 +19,7 @@ from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Task, ToolResult, Turn
+from agentfly_kit.types import Task, ToolResult, Turn, text_of
 
 # Result of a check: sentence, number and effect of the finding, or None if there is nothing to report.
 Result: TypeAlias = tuple[str, float, float] | None
@@ -131,7 +131,7 @@ class Evidence:
         out: dict[str, set[tuple[str, ...]]] = {}
         for t in self.chains:
             turns = itertools.takewhile(lambda turn: not turn.completes_action, t.turns)
-            texts = tuple(str(m.get("content") or "") for turn in turns for m in turn.messages)
+            texts = tuple(text_of(m) for turn in turns for m in turn.messages)
             out.setdefault(t.task.id, set()).add(texts)
         return out
 
@@ -194,7 +194,7 @@ def is_numeric_answer(final: str, task: Task) -> bool:
 
 def _split_words(t: Trajectory) -> Iterator[tuple[str, bool]]:
     """Yield each word of a task's messages, with True if its tokens have fewer than two letters on average."""
-    words = {word for m in t.task.messages for word in _WORD.findall(str(m.get("content") or ""))}
+    words = {word for m in t.task.messages for word in _WORD.findall(text_of(m))}
     tokens = t.turns[0].token_texts or ()
     ends = set(itertools.accumulate(map(len, tokens)))
     for found in _WORD.finditer("".join(tokens)):

@@ -26,6 +26,7 @@ class Engine(Displayable, ABC):
         author: Author of the sampled tokens: "policy" if they can be trained on, otherwise for example "script".
         vocab_size: Number of tokens in the vocabulary; None if unknown.
         remote: True if the weights are on servers, which other processes may share.
+        images: Maximum number of images in the messages of a request; 0 if the engine reads text only.
     """
 
     tokens: Literal["exact", "none"] = "exact"
@@ -35,6 +36,7 @@ class Engine(Displayable, ABC):
     author: str = "policy"
     vocab_size: int | None = None
     remote: bool = False
+    images: int = 0
 
     @property
     def max_length(self) -> int:

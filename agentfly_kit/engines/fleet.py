@@ -136,6 +136,10 @@ class Fleet(Engine):
         return all(member.engine.reproducible for member in self.members)
 
     @property
+    def images(self) -> int:  # type: ignore[override]
+        return min(member.engine.images for member in self.members)
+
+    @property
     def max_length(self) -> int:
         """Shortest context length of all engines, in tokens."""
         return min(member.engine.max_length for member in self.members)

@@ -20,10 +20,10 @@ from agentfly_kit._display import shorten
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.chat.text_chat import TextChat
 from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.chat_messages import parse_tool_call, wire_messages
 from agentfly_kit.engines.http import SERVE_COMMAND, Refused, RetryingClient
 from agentfly_kit.errors import EngineError, SettingsError, check_choice, check_count, check_value
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
-from agentfly_kit.types import Message, ToolCall
 
 # Settings that sample from the unmodified distribution.
 _NEUTRAL = {
@@ -66,6 +66,9 @@ class OpenAIEngine(Engine):
             is a loopback address and "http" otherwise. The weights are not encrypted. For "http", the server connects
             to the address of the interface through which this machine reaches the server. If the server must use
             another address, pass it here, such as "http://10.0.0.5:7000".
+        images: Maximum number of images per request in text mode, which are sent as data URLs; 0 if the model reads
+            only text. Images returned by tools follow their results in a user message, because the API requires results
+            to be text.
 
     Raises:
         EngineError, SettingsError: If a setting is invalid.
@@ -88,6 +91,7 @@ class OpenAIEngine(Engine):
         max_length: int | None = None,
         extra_body: dict[str, Any] | None = None,
         weights: str = "auto",
+        images: int = 16,
     ) -> None:
         address = urlsplit(base_url if isinstance(base_url, str) else "")
         if address.scheme not in ("http", "https") or not address.netloc:
@@ -101,6 +105,7 @@ class OpenAIEngine(Engine):
             )
         check_value("timeout", timeout, limit="above 0")
         check_count("retries", retries, 0)
+        check_count("images", images, 0)
         self.base_url = base_url.rstrip("/")
         self.model = model
         self.stop_ids = tuple(stop_ids or ())
@@ -116,6 +121,7 @@ class OpenAIEngine(Engine):
         self._thinking_field = "reasoning_content"
         self._length = max_length
         self.weights = weights
+        self._images = images
         # Dtype of the served model, known after the first update.
         self.dtype: str | None = None
         self._version = 0
@@ -145,6 +151,11 @@ class OpenAIEngine(Engine):
     def logprobs(self) -> Literal["yes", "no"]:  # type: ignore[override]
         """The value "yes" if samples have logprobs, as in exact mode, else "no"."""
         return "yes" if self._exact else "no"
+
+    @property
+    def images(self) -> int:  # type: ignore[override]
+        """Maximum number of images per request; 0 in exact mode, in which ids are sent."""
+        return 0 if self._exact else self._images
 
     entropies = "no"  # an entropy needs all logprobs, and the server returns only the highest
 
@@ -327,7 +338,7 @@ class OpenAIEngine(Engine):
     async def _sample_text(self, request: TurnRequest, sampling: Sampling, began: float) -> Sample:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": _wire_messages(request.messages, self._thinking_field),
+            "messages": wire_messages(request.messages, self._thinking_field),
             "temperature": sampling.temperature,
             "top_p": sampling.top_p,
             "max_tokens": sampling.max_tokens,
@@ -352,7 +363,7 @@ class OpenAIEngine(Engine):
             choice = answer["choices"][0]
             message = choice["message"]
             text = message.get("content") or ""
-            calls = tuple(_parse_tool_call(call, i) for i, call in enumerate(message.get("tool_calls") or ()))
+            calls = tuple(parse_tool_call(call, i) for i, call in enumerate(message.get("tool_calls") or ()))
             fields = [name for name in ("reasoning_content", "reasoning") if isinstance(message.get(name), str)]
         except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise self._unusable("no chat completion", answer) from error
@@ -447,45 +458,3 @@ class OpenAIEngine(Engine):
     async def close(self) -> None:
         """Close the connections that belong to the running event loop."""
         await self.http.close()
-
-
-def _wire_messages(messages: Sequence[Message], thinking_field: str) -> list[dict[str, Any]]:
-    """Convert messages to the OpenAI format, in which the arguments of tool calls are JSON strings.
-
-    Thinking is sent in `thinking_field`, because some servers reject a conversation with tool calls that lacks it.
-
-    The API requires that a tool result follows its call. The result of a call that could not be parsed has no
-    matching call and is sent as a user message.
-    """
-    out: list[dict[str, Any]] = []
-    open_calls: set[str] = set()
-    for message in messages:
-        sent = {k: v for k, v in message.items() if k in ("role", "content", "name", "tool_call_id")}
-        if message["role"] == "assistant" and message.get("thinking"):
-            sent[thinking_field] = message["thinking"]
-        calls = message.get("tool_calls") or ()
-        if calls:
-            sent["tool_calls"] = [
-                {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
-                for call in calls
-            ]
-        if calls or sent["role"] == "assistant":
-            open_calls = {call["id"] for call in calls}
-        if sent["role"] == "tool" and sent.get("tool_call_id") not in open_calls:
-            sent = {"role": "user", "content": sent["content"]}
-        out.append(sent)
-    return out
-
-
-def _parse_tool_call(call: dict[str, Any], index: int) -> ToolCall:
-    """Convert a tool call parsed by the server. If the arguments are not a JSON object, the result has an `error`."""
-    name, given = str(call["function"]["name"]), call["function"].get("arguments")
-    key = str(call.get("id") or f"call-{index}")
-    raw = given if isinstance(given, str) else json.dumps(given)
-    try:
-        arguments = json.loads(given) if isinstance(given, str) and given.strip() else given or {}
-    except (ValueError, RecursionError) as error:
-        return ToolCall(key, name, {}, error=f"the arguments are not valid JSON ({error})", raw=raw)
-    if not isinstance(arguments, dict):
-        return ToolCall(key, name, {}, error="the arguments are not a JSON object", raw=raw)
-    return ToolCall(key, name, arguments, raw=raw)

@@ -10,7 +10,7 @@ from agentfly_kit.envs import exact
 from agentfly_kit.envs.family import Family, Move, shipped_rows, tool_outputs
 from agentfly_kit.errors import TaskError, ToolError
 from agentfly_kit.tools.tool import tool
-from agentfly_kit.types import Message, Task
+from agentfly_kit.types import Message, Task, text_of
 
 
 class Calculator:
@@ -53,7 +53,7 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
     results = tool_outputs(messages)
     if results:
         return results[-1]
-    question = str(task.messages[-1]["content"])
+    question = text_of(task.messages[-1])
     expression = question.removeprefix("What is ").removeprefix("the exact value of ").removesuffix("?")
     return "calculator", {"expression": expression}
 

@@ -26,7 +26,7 @@ from agentfly_kit.envs import base
 from agentfly_kit.errors import SettingsError, TaskError, check_count
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
 from agentfly_kit.tasks import Tasks
-from agentfly_kit.types import Message, Task, ToolCall
+from agentfly_kit.types import Message, Task, ToolCall, text_of
 
 if TYPE_CHECKING:
     from agentfly_kit.policy.policy import Policy
@@ -256,4 +256,4 @@ def int_field(task: Task, name: str, minimum: int = 0) -> int:
 
 def tool_outputs(messages: Sequence[Message]) -> list[str]:
     """Return the tool observations in `messages`, oldest first. A helper for scripted players."""
-    return [str(m["content"]) for m in messages if m["role"] == "tool"]
+    return [text_of(m) for m in messages if m["role"] == "tool"]

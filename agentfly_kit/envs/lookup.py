@@ -14,7 +14,7 @@ from agentfly_kit import task_files
 from agentfly_kit.envs.family import Family, Move, first_world, int_field, row_id, tool_outputs
 from agentfly_kit.errors import TaskError, ToolError
 from agentfly_kit.tools.tool import tool
-from agentfly_kit.types import Message, Task
+from agentfly_kit.types import Message, Task, text_of
 
 _WORDS: dict[str, str] = task_files.bundled_json("vocabularies", "lookup.json")
 NAMES, CITIES, PETS = (tuple(words.split()) for words in _WORDS.values())
@@ -123,7 +123,7 @@ class Lookup:
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
     """Make the look-ups that the question requires, one per turn, then answer with the last result."""
-    asked = read(str(task.messages[-1]["content"]))
+    asked = read(text_of(task.messages[-1]))
     results = tool_outputs(messages)
     if len(results) == len(asked.keys):
         return results[-1]

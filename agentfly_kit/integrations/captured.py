@@ -9,7 +9,7 @@ from typing import Any
 
 from agentfly_kit.errors import AlignmentError
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Task, Turn
+from agentfly_kit.types import Task, Turn, images_of
 
 _CALL_KEYS = {"prompt_ids", "ids", "logprobs", "version", "author"}
 
@@ -133,6 +133,8 @@ def _trajectory(
     reward: float | None,
     metrics: Mapping[str, float] | None,
 ) -> Trajectory:
+    if images_of(task.messages):
+        raise AlignmentError(f"task {task.id!r} must contain text only, because the places of its images are unknown")
     turns: list[Turn] = []
     for index, row in enumerate(rows):
         for turn in row:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from agentfly_kit._display import printable, public_values, short_repr
+from agentfly_kit.types import images_of, text_of
 
 if TYPE_CHECKING:
     from agentfly_kit._doctor import Diagnosis
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from agentfly_kit.diagnosis.findings import Findings
     from agentfly_kit.engines.fleet import Fleet
     from agentfly_kit.evaluation import Evaluation
+    from agentfly_kit.images import Image
     from agentfly_kit.policy.policy import Policy
     from agentfly_kit.pool.pool import Pool
     from agentfly_kit.ppo.stats import Stats
@@ -128,10 +130,12 @@ def details(summary: str, content: str, *, is_open: bool = False) -> str:
 
 
 def task(task: Task) -> str:
-    content = table(("role", "content"), ((m["role"], Code(str(m["content"]))) for m in task.messages), 2000)
+    content = table(("role", "content"), ((m["role"], Code(text_of(m))) for m in task.messages), 2000)
     values = {name: Code(value if isinstance(value, str) else repr(value)) for name, value in task.fields.items()}
     fields = details(f"fields: {', '.join(task.fields)}", table((), values.items()), is_open=True)
-    return heading(f"Task {task.id}") + content + (fields if task.fields else "")
+    return (
+        heading(f"Task {task.id}") + content + _pictures(images_of(task.messages)) + (fields if task.fields else "")
+    )
 
 
 def tasks(tasks: Tasks) -> str:
@@ -140,7 +144,7 @@ def tasks(tasks: Tasks) -> str:
         (
             task.id,
             split or "",
-            str(task.messages[-1]["content"]),
+            text_of(task.messages[-1]),
             *(_as_text(task.fields[name]) if name in task.fields else "" for name in fields),
         )
         for task, split in list(zip(tasks._tasks, tasks._splits, strict=True))[:10]
@@ -176,7 +180,12 @@ def tool_call(call: ToolCall) -> str:
     content = call.error or ("" if result is None else result.observation)
     arguments = ", ".join(f"{k}={v!r}" for k, v in call.arguments.items())
     row = (call.name or "?", Code(arguments), state, Code(content), None if result is None else result.seconds)
-    return table(("call", "arguments", "", "result", "seconds"), [row], 2000) + _tracebacks([call])
+    pictures = "" if result is None else _pictures(result.images)
+    return table(("call", "arguments", "", "result", "seconds"), [row], 2000) + pictures + _tracebacks([call])
+
+
+def _pictures(images: Iterable[Image]) -> str:
+    return "".join(image.html for image in itertools.islice(images, 4))
 
 
 def _tracebacks(calls: Sequence[ToolCall]) -> str:
@@ -197,7 +206,7 @@ def trajectory(trajectory: Trajectory) -> str:
         f"<td style='{LEFT}'>{turn.kind}</td><td style='{LEFT}'>{escape(turn.author)}</td>"
         f"<td style='{RIGHT}'>{'–' if turn.ids is None else len(turn.ids)}</td>"
         f"<td style='text-align:left;background:{_TURN_COLOURS[turn.kind]}'><code style='white-space:pre-wrap'>"
-        f"{escape(turn.text)}</code></td></tr>"
+        f"{escape(turn.text)}</code>{_pictures(images_of(turn.messages))}</td></tr>"
         for i, turn in enumerate(trajectory.turns[:limit])
     )
     more = f"<p>and {len(trajectory.turns) - limit} more turns</p>" if len(trajectory.turns) > limit else ""
@@ -239,7 +248,7 @@ def rollout_diff(diff: RolloutDiff, limit: int = 8) -> str:
         first = diff.first_difference(before, after)
         texts = [Code(t.turns[first].text if first is not None and first < len(t.turns) else "") for t in pair]
         where = "nowhere" if first is None else f"turn {first}"
-        question = str(before.task.messages[-1]["content"])
+        question = text_of(before.task.messages[-1])
         return f"{before.task.id}/{before.chain}", question, before.reward, after.reward, where, *texts
 
     head = ("chain", "task", "before", "after", "first difference", "before", "after")
@@ -469,7 +478,7 @@ _RENDERERS: dict[str, Callable[[Any], str]] = {
     "RolloutDiff": rollout_diff, "RolloutHandle": rollout_handle, "Run": run, "Runs": runs, "Stats": stats,
     "Task": task, "Tasks": tasks, "Distribution": token_distribution, "Tool": tool, "ToolCall": tool_call,
     "ToolSet": tool_set, "TrainRun": run, "Trajectory": trajectory,
-    "Trajectories": trajectories,
+    "Trajectories": trajectories, "Image": lambda image: image.full_html,
 }  # fmt: skip
 
 

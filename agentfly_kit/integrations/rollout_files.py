@@ -27,7 +27,7 @@ from agentfly_kit.errors import TaskError
 from agentfly_kit.integrations.html import is_number
 from agentfly_kit.seeds import digest
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn
+from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn, text_of
 
 # Columns that become neither metrics of a chain nor fields of its task.
 _OTHERS = {"step", "example_id", "id", "stop_condition", "is_completed", "is_truncated", "error", "metrics", "timing"}
@@ -270,13 +270,16 @@ def _turns(nodes: Sequence[_Node], author: str, chat: Chat | None) -> Iterator[T
     ids: tuple[int, ...] | None = ()
     kind: Any = "prompt"
     for node in (*nodes, None):
+        parts = node.message.get("content") if node is not None and node.ids is not None else None
+        if isinstance(parts, list) and any(_get(part, "type") not in ("text", None) for part in parts):
+            raise TaskError("messages with token ids must contain text only, got an image or another part")
         if node is not None and not node.action:
             message, _ = _message(node.message)
             messages.append(message)
             ids = None if node.ids is None or ids is None else ids + node.ids
             if message["role"] == "tool" and pending:  # TRL records no call ids; results are in call order
                 same = (i for i, call in enumerate(pending) if call.id == message.get("tool_call_id"))
-                results.append(replace(pending.pop(next(same, 0)), result=ToolResult(True, message["content"])))
+                results.append(replace(pending.pop(next(same, 0)), result=ToolResult(True, text_of(message))))
             continue
         if node is not None and node.ids is not None:
             ids = (ids or ()) + node.ids[: len(node.ids) - node.sampled]
@@ -297,7 +300,7 @@ def _turns(nodes: Sequence[_Node], author: str, chat: Chat | None) -> Iterator[T
 
 def _text(chat: Chat | None, ids: tuple[int, ...] | None, messages: Sequence[Message]) -> dict[str, Any]:
     if ids is None or chat is None:
-        return {"ids": ids, "text": "\n".join(message["content"] for message in messages)}
+        return {"ids": ids, "text": "\n".join(map(text_of, messages))}
     return {"ids": ids, "text": chat.text(ids), "token_texts": chat.token_texts(ids)}
 
 

@@ -14,7 +14,7 @@ from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Message, ToolCall, Turn
+from agentfly_kit.types import Message, ToolCall, Turn, text_of
 
 __all__ = ["opentelemetry"]
 
@@ -185,7 +185,7 @@ def _set_error(span: Any, error_type: str, description: str) -> None:
 
 def _message(message: Message) -> dict[str, Any]:
     """Return a chat message in the format of OpenTelemetry's conventions, which divides messages into parts."""
-    content = str(message.get("content") or "")
+    content = text_of(message)
     if message["role"] == "tool":
         parts = [{"type": "tool_call_response", "id": message.get("tool_call_id"), "response": content}]
     else:

@@ -26,7 +26,7 @@ from agentfly_kit.integrations.adapters import environment as environment
 from agentfly_kit.integrations.adapters import reward as reward
 from agentfly_kit.ppo.config import PPOConfig
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Message, Task, drop_none
+from agentfly_kit.types import Message, Task, drop_none, images_of
 
 # --- rows ----------------------------------------------------------------------------------------
 
@@ -150,13 +150,15 @@ def dataset(tasks: Iterable[Task]) -> Any:
     """Convert tasks to a `datasets.Dataset` with the column "prompt" (messages) and the fields that all tasks have.
 
     Raises:
-        SettingsError: If there are no tasks.
+        SettingsError: If there are no tasks, or one has images.
     """
     from datasets import Dataset
 
     every = list(tasks)
     if not every:
         raise SettingsError("dataset needs at least one task, got none")
+    if (pictured := next((task for task in every if images_of(task.messages)), None)) is not None:
+        raise SettingsError(f"dataset must contain text only, but task {pictured.id!r} has images")
     shared = [name for name in every[0].fields if all(name in task.fields for task in every)]
     rows = [{"prompt": list(task.messages)} | {name: task.fields[name] for name in shared} for task in every]
     return Dataset.from_list(rows)

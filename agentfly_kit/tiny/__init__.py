@@ -21,7 +21,7 @@ from agentfly_kit.policy.policy import Policy
 from agentfly_kit.tasks import load_tasks
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Message, Task, ToolCall, Turn
+from agentfly_kit.types import Message, Task, ToolCall, Turn, text_of
 
 # What each shipped policy reads and does.
 _TASKS = {
@@ -198,10 +198,10 @@ def demonstration(
             (message,) = some
             functions = [call["function"] for call in message.get("tool_calls", ())]
             calls = [chat.format.render_call(ToolCall("", f["name"], dict(f["arguments"]))) for f in functions]
-            ids = tuple(chat.encode("".join([message.get("content", ""), *calls, END])))
+            ids = tuple(chat.encode("".join([text_of(message), *calls, END])))
             turn = Turn(kind="action", author="script", ids=ids, messages=(message,), stop="stop", parent=turn)
         else:
-            key = tuple((m["role"], m.get("name"), m["content"]) for m in some)
+            key = tuple((m["role"], m.get("name"), text_of(m)) for m in some)
             if key not in observations:
                 observations[key] = tuple(chat.observation_ids(some, tools, after=turn.ids or ()))
             turn = Turn(kind="observation", author="tool", ids=observations[key], parent=turn)
@@ -325,7 +325,7 @@ def list() -> Any:
     """Return a DataFrame with one row per shipped policy: what it reads and does, and the first of its test tasks."""
     import pandas
 
-    examples = [load_tasks(name).test[0].messages[-1]["content"] for name in NAMES]
+    examples = [text_of(load_tasks(name).test[0].messages[-1]) for name in NAMES]
     return pandas.DataFrame(
         {"reads": [*_TASKS.values()], "example": examples}, index=pandas.Index(NAMES, name="name")
     )

@@ -33,13 +33,18 @@ class MCPTools(ToolSet):
 
 @asynccontextmanager
 async def mcp(
-    server: str | Sequence[str] | Any, *, sessions: int = 0, timeout: float = 60.0, max_chars: int | None = 8192
+    server: str | Sequence[str] | Any,
+    *,
+    sessions: int = 0,
+    timeout: float = 60.0,
+    max_chars: int | None = 8192,
+    images: bool = False,
 ) -> AsyncIterator[MCPTools]:
     """Connect to an MCP server and return its tools: `async with af.toolbox.mcp("python server.py") as tools`.
 
-    The tools are listed once, when the connection is opened. For images and other content that is not text, the model
-    sees only the type and size. If the server reports an error, the model sees the error message. If the connection is
-    lost, the chain is left unscored.
+    The tools are listed once, when the connection is opened. For content that is not text, the model sees only the type
+    and size, except for images with `images=True`. If the server reports an error, the model sees the error message. If
+    the connection is lost, the chain is left unscored.
 
     A server started by a command runs outside of any sandbox with the permissions of this process, and its descriptions
     and results become part of the prompts. Use only servers that you trust like an installed package. Requests from the
@@ -52,6 +57,8 @@ async def mcp(
             `Agent(tools=tools, pools=[tools.pool])`. With 0, all chains share one session.
         timeout: time limit in seconds for connecting and for each call.
         max_chars: maximum length of an observation in characters, or None.
+        images: whether images become images of the results. The engine must read images, or the chain ends with an
+            error.
 
     Raises:
         SettingsError: if the package `mcp` is not installed.
@@ -64,7 +71,7 @@ async def mcp(
         """Session with one server. Pools are looked up by sandbox class, so each server needs its own class."""
 
         def __init__(self) -> None:
-            super().__init__(connect, label, timeout)
+            super().__init__(connect, label, timeout, images)
 
     first = MCPSession()
     await first.start()
@@ -101,8 +108,8 @@ def _connector(server: Any) -> tuple[Callable[[Any], Any], str]:
 class _Session:
     """Connection to an MCP server, opened and closed in a separate asyncio task, because one task must do both."""
 
-    def __init__(self, connect: Callable[[Any], Any], label: str, timeout: float) -> None:
-        self._connect, self._label, self._timeout = connect, label, timeout
+    def __init__(self, connect: Callable[[Any], Any], label: str, timeout: float, images: bool) -> None:
+        self._connect, self._label, self._timeout, self._images = connect, label, timeout, images
         self._client: Any = None
         self._task: asyncio.Task[None] | None = None
         self._stop = asyncio.Event()
@@ -178,7 +185,8 @@ class _Session:
 
     async def run(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         result = await self._request(lambda client: client.call_tool(name, arguments))
-        return ToolResult(not result.is_error, _text(result))
+        urls = [f"data:image/png;base64,{b.data}" for b in result.content if b.type == "image" and self._images]
+        return ToolResult(not result.is_error, _text(result, len(urls)), images=tuple(urls))
 
     async def _request(self, request: Callable[[Any], Any]) -> Any:
         """Send a request and return its result. Other messages from the server do not extend the time limit."""
@@ -241,14 +249,19 @@ def _tool(listed: Any, session: Any, timeout: float, max_chars: int | None) -> T
         raise ToolSchemaError(f"tool {its_name!r} of the MCP server: {error}") from None
 
 
-def _text(result: Any) -> str:
-    """Return the content of a result as text. Structured content is used only if there is nothing else."""
-    parts = []
+def _text(result: Any, images: int) -> str:
+    """Return the content of a result as text. Structured content is used only if there is nothing else.
+
+    If the model sees the `images` images of the result, the text states their places.
+    """
+    parts, numbers = [], iter(range(1, images + 1))
     for block in result.content:
         if block.type == "text":
             parts.append(block.text)
         elif block.type == "resource" and hasattr(block.resource, "text"):
             parts.append(block.resource.text)
+        elif block.type == "image" and images:
+            parts.append(f"[image {next(numbers)}]")
         elif block.type == "resource_link":
             parts.append(f"[link {block.uri}]")
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import re
@@ -14,13 +15,25 @@ from pydantic import TypeAdapter
 from pydantic_core import to_jsonable_python
 
 from agentfly_kit.sandboxes.result import SandboxResult
-from agentfly_kit.types import ToolResult
+from agentfly_kit.types import ToolResult, is_image
 
 
 def to_result(value: Any) -> ToolResult:
-    """Convert the return value of a tool to a ToolResult. Data URLs are replaced with descriptions."""
+    """Convert the return value of a tool to a ToolResult. Data URLs are replaced with descriptions.
+
+    An image, or a list that contains images besides text, is converted to the images of the result.
+    """
     if isinstance(value, SandboxResult):
         return ToolResult(value.ok, value.text, truncated=value.truncated)
+    parts = value if isinstance(value, list | tuple) else [value]
+    if any(map(is_image, parts)):
+        images = [part for part in parts if is_image(part)]
+        if len(images) > _MAX_IMAGES:
+            raise ValueError(f"a tool must return at most {_MAX_IMAGES} images, got {len(images)}")
+        # The images follow the text, which therefore states their places.
+        count = itertools.count(1)
+        texts = [f"[image {next(count)}]" if is_image(part) else to_text(part) for part in parts]
+        return ToolResult(True, "\n".join(texts) if len(images) < len(parts) else "", images=tuple(images))
     if not isinstance(value, ToolResult):
         return ToolResult(True, _DATA_URL.sub(_describe_url, to_text(value)))
     reward: Any = value.reward
@@ -29,6 +42,7 @@ def to_result(value: Any) -> ToolResult:
     return replace(value, observation=_DATA_URL.sub(_describe_url, value.observation))
 
 
+_MAX_IMAGES = 16
 # Base64 data in a result, such as an image, which would fill the prompt. Short data may be text for the model to read.
 _DATA_URL = re.compile(r"data:(\w+)(/[\w.+-]+)(?:;[\w=.+-]+)*;base64,([\w+/-]{64,}=*)")
 _IMAGE = re.compile(rb"(?P<png>\x89PNG)|(?P<jpeg>\xff\xd8\xff)|(?P<gif>GIF8)|(?P<webp>RIFF....WEBP)", re.DOTALL)

@@ -194,7 +194,7 @@ def test_numpy_values_are_converted_and_other_types_rejected(tmp_path: Path) -> 
         (b"\xff\xfe\x00", r"r\.jsonl(:1)? (is damaged|cannot be read)"),
         (b"[]\n", "must be a file written by|damaged"),
         (b'{"format": "other"}\n', "must be a file written by Rollout.save"),
-        (b'{"format": "agentfly_kit.rollout", "version": 99}\n', r"newer version \(99 > 3\); upgrade agentfly_kit"),
+        (b'{"format": "agentfly_kit.rollout", "version": 99}\n', r"newer version \(99 > 4\); upgrade agentfly_kit"),
     ],
 )
 def test_other_files_are_rejected(tmp_path: Path, content: bytes, says: str) -> None:

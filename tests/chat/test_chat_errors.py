@@ -100,10 +100,10 @@ async def test_errors(call: Any, error: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (None, "message 0 (role 'user'): 'content' must be a string or a list of text parts, got None"),
-        ([], "'content' must be a string or a list of text parts, got []"),
-        ({"text": "x"}, "'content' must be a string or a list of text parts"),
-        (["x"], "got 'x'; prompts hold text only"),
+        (None, "message 0 (role 'user'): 'content' must be a string or a list of text and image parts, got None"),
+        ([], "'content' must be a string or a list of text and image parts, got []"),
+        ({"text": "x"}, "'content' must be a string or a list of text and image parts"),
+        ([b"x"], "or an image, got b'x'"),
         ([{"type": "image"}], "got {'type': 'image'}"),
         ([{"type": "text", "text": "x", "image_url": "y"}], "each part of 'content' must be"),
         ([{"type": "audio", "text": "x"}], "each part of 'content' must be"),

@@ -20,7 +20,7 @@ from agentfly_kit.endpoint.reply import RequestError
     ("body", "message"),
     [
         ({"messages": []}, "must have at least one message"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "prompts hold text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must consist of text"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "must have the role"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "last message must not be the assistant's"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),

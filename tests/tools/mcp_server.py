@@ -8,6 +8,11 @@ from mcp.server.mcpserver import Context, Image, MCPServer
 
 server = MCPServer("test server")
 calls = {"count": 0}
+# One red pixel.
+PNG = bytes.fromhex(
+    "89504e470d0a1a0a0000000d4948445200000001000000010802000000907753de0000000c49444154789c63f8cfc0000003010100c9"
+    "fe92ef0000000049454e44ae426082"
+)
 
 
 @server.tool()
@@ -26,7 +31,7 @@ def note(text: str) -> str:
 @server.tool()
 def picture() -> Image:
     """Return a picture."""
-    return Image(data=b"\x89PNG" * 25, format="png")
+    return Image(data=PNG, format="png")
 
 
 @server.tool()

@@ -56,7 +56,10 @@ async def test_results_errors_and_pictures_of_a_server() -> None:
         assert "was not run" in (await tools["add"].try_(a="two")).observation
         assert [(await tools["no_te"].try_(text="hi")).observation for _ in range(2)] == ["hi 1", "hi 2"]
         assert await last_notes(tools) == {"hi 5", "hi 6"}, "chains share the session"
-        assert (await tools["picture"].try_()).observation == "[image image/png, 102 bytes, not shown]"
+        assert (await tools["picture"].try_()).observation == "[image image/png, 69 bytes, not shown]"
+        async with toolbox.mcp(SERVER, timeout=GUARD, images=True) as showing:
+            shown = await showing["picture"].try_()
+        assert shown.observation == "[image 1]" and [image.size for image in shown.images] == [(1, 1)]
         failed = await tools["fail"].try_()
         assert not failed.ok and failed.error is None and "fail" in failed.observation
         flood = await tools["flood"].try_()

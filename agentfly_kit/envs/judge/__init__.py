@@ -22,7 +22,7 @@ from agentfly_kit.envs.family import Family, Move, hash_split, row_id, tool_outp
 from agentfly_kit.envs.judge.judging import Criterion, Judge, Judgement, Ranking, Rubric
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.tools.tool import tool
-from agentfly_kit.types import Message, Task
+from agentfly_kit.types import Message, Task, text_of
 
 __all__ = ["Criterion", "Judge", "Judgement", "Ranking", "Rubric", "scripted"]
 
@@ -49,8 +49,8 @@ def scripted(question: Task, attempt: int) -> str:
     """
     rows = _checked(question)
     # Extract the answers from the prompt, where they are enclosed in delimiters.
-    shown = str(question.messages[-1]["content"])
-    mark = re.findall(r"the mark ([0-9a-f]{16})", str(question.messages[0]["content"]))[0]
+    shown = text_of(question.messages[-1])
+    mark = re.findall(r"the mark ([0-9a-f]{16})", text_of(question.messages[0]))[0]
     parts = [html.unescape(part.strip("\n")) for part in shown.split(mark)[1::2]][1:]
 
     def points(text: str) -> dict[str, float]:

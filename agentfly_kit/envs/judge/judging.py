@@ -24,7 +24,7 @@ from agentfly_kit.errors import RewardError, SettingsError, check_choice, check_
 from agentfly_kit.rewards import Reward
 from agentfly_kit.samples import Sampling, TurnRequest
 from agentfly_kit.trajectories import Group, Trajectory
-from agentfly_kit.types import Message, Task
+from agentfly_kit.types import Message, Task, images_of, text_of
 
 _TAGS = re.compile(r"<(?=[/|!?a-zA-Z_])|\[(?=/?[A-Z_]+\])")
 _ESCAPES = {"<": "&lt;", "[": "&#91;"}
@@ -447,13 +447,18 @@ class Judge(Displayable):
     ) -> _Verdict:
         """Query the judge about the answers until `read` can parse the output, at most `attempts` times."""
         mark = self._mark(task, *answers.values())
-        conversation = "\n".join(f"{m['role']}: {m.get('content') or ''}" for m in task.messages)
+        conversation = "\n".join(f"{m['role']}: {text_of(m)}" for m in task.messages)
         sections = {"The task": conversation, **answers}
         quoted = [f"{title}:\n{self._quoted(text, mark)}" for title, text in sections.items()]
         prompt = "\n\n".join([*quoted, instruction])
+        images = images_of(task.messages)
+        if len(images) > self.engine.images:
+            raise SettingsError(
+                f"task {task.id!r} has {len(images)} images, but the judge {self.engine!r} reads {self.engine.images}"
+            )
         messages: tuple[Message, ...] = (
             {"role": "system", "content": _RULES.format(mark=mark)},
-            {"role": "user", "content": prompt},
+            {"role": "user", "content": ("Images of the task:", *images, prompt) if images else prompt},
         )
         question = Task(f"judge {task.id}", messages, {**task.fields, **shown})
         outputs: list[str] = []

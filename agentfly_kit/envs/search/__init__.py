@@ -30,7 +30,7 @@ from agentfly_kit.envs.retrieval import Embed, Index, VectorIndex, WordIndex, em
 from agentfly_kit.envs.search import encyclopedia
 from agentfly_kit.errors import SettingsError, TaskError, ToolError, check_choice, check_count
 from agentfly_kit.tools.tool import tool
-from agentfly_kit.types import Message, Task
+from agentfly_kit.types import Message, Task, text_of
 
 Metric = Literal["em", "f1"]
 
@@ -248,7 +248,7 @@ def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -
     entries = list(encyclopedia.entries(task.fields["world"]).values())
     if rng.random() < 0.5:
         return rng.choice(rng.choice(entries).facts)[1]
-    return "search", {"query": rng.choice(str(task.messages[-1]["content"]).split())}
+    return "search", {"query": rng.choice(text_of(task.messages[-1]).split())}
 
 
 family = Family(

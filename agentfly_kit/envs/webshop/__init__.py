@@ -31,7 +31,7 @@ from agentfly_kit.envs.webshop.scoring import Nouns, alike, color_of, likely_nou
 from agentfly_kit.errors import SettingsError, ToolError, check_count
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
-from agentfly_kit.types import Message, Task
+from agentfly_kit.types import Message, Task, text_of
 
 if TYPE_CHECKING:
     from agentfly_kit.policy.policy import Policy
@@ -80,7 +80,7 @@ class Shop:
         """Raise TaskError or SettingsError if the task does not belong to the shop's catalogue."""
         catalogue = _of_task(task, self._given)
         text = catalogue.goal(task.fields["goal"])["instruction_text"]
-        if text not in str(task.messages[-1]["content"]):
+        if text not in text_of(task.messages[-1]):
             raise SettingsError(
                 f"the task must match goal {task.fields['goal']} of {catalogue!r}, {text!r}; use the same catalogue: "
                 "tasks(catalogue=mine), agent(..., options={'catalogue': mine})"
@@ -384,7 +384,7 @@ def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -
     """Search for a word of the instruction, then click on random parts of the page, or buy."""
     seen = tool_outputs(messages)
     if not seen or rng.random() < 0.1:
-        return "search", {"keywords": rng.choice(str(task.messages[-1]["content"]).split())}
+        return "search", {"keywords": rng.choice(text_of(task.messages[-1]).split())}
     texts = re.split(r" \[SEP\] |\n", seen[-1])
     return "click", {"value": "buy now" if rng.random() < 0.2 else rng.choice(texts)}
 
