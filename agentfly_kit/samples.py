@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import EngineError, SettingsError, check_settings, checks_keywords
-from agentfly_kit.types import Message, Task, ToolCall, check_lengths
+from agentfly_kit.types import ImageSpan, Message, Task, ToolCall, check_lengths
 
 
 @checks_keywords
@@ -72,6 +72,7 @@ class TurnRequest(Displayable):
         session: Key under which an engine stores the KV cache of a chain. `engine.release(session)` frees it.
         messages: The conversation so far.
         tools: JSON schemas of the tools that the model may call.
+        images: Which of the ids are placeholders of images.
     """
 
     task: Task
@@ -79,6 +80,7 @@ class TurnRequest(Displayable):
     session: str
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)

@@ -38,7 +38,7 @@ from agentfly_kit.rewards import Score
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
 from agentfly_kit.success import record_success
 from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
-from agentfly_kit.types import Failure, ToolCall, Turn, images_of
+from agentfly_kit.types import Failure, ToolCall, Turn, images_of, spans_of
 
 
 class BaseChain(ChainState):
@@ -137,7 +137,9 @@ class BaseChain(ChainState):
                 self.has_sampled = True
                 with self._reporting("turn", "sampling", index) as event:
                     seed = self._action_seed(attempt)
-                    request = TurnRequest(self.task, index, self._session, messages, self._schemas)
+                    request = TurnRequest(
+                        self.task, index, self._session, messages, self._schemas, spans_of(self.turn.row_path)
+                    )
                     sample = await agent.engine.sample(ids, sampling, seed, request=request)
                     turn = self._action_turn(sample, sampling, seed)
                     reserved.used = turn.num_tokens

@@ -23,7 +23,7 @@ from uuid import UUID
 from agentfly_kit.errors import RunError
 from agentfly_kit.samples import Sampling
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Failure, Task, ToolCall, ToolResult, Turn
+from agentfly_kit.types import Failure, ImageSpan, Task, ToolCall, ToolResult, Turn
 
 _FORMAT = "agentfly_kit.rollout"
 # Highest format version. Version 4 is written if there are images, version 3 if tasks contain other values that JSON
@@ -171,6 +171,7 @@ def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str], fol
         for message in raw.get("messages", ()):
             if isinstance(message["content"], list):
                 message["content"] = tuple(_decode(message["content"], folder))
+        raw["images"] = tuple(ImageSpan(*_decode(span, folder)) for span in raw.get("images", ()))
         if "alternatives" in raw:
             raw["alternatives"] = tuple(tuple(map(tuple, position)) for position in raw["alternatives"])
         raw["label"] = raw.pop("place", "")

@@ -154,11 +154,14 @@ def collate(
     ids = np.zeros(shape, dtype=np.int64)
     mask = np.zeros(shape, dtype=np.bool_)
     versions = np.full(shape, -1, dtype=np.int64)
+    row_keys = np.zeros(shape, dtype=np.int64) if any(r.row.images for r in rows) else None
     logprobs, entropies, kept_mass, per_token = (np.full(shape, np.nan, dtype=np.float32) for _ in range(4))
     for i, r in enumerate(rows):
         n = len(r.row)
         ids[i, :n] = r.row.ids
         mask[i, :n] = r.mask
+        if row_keys is not None:
+            row_keys[i, :n] = r.row.keys
         versions[i, :n] = r.row.versions
         logprobs[i, :n] = r.row.logprobs
         entropies[i, :n] = r.row.entropies
@@ -192,6 +195,7 @@ def collate(
         kept_mass=torch.from_numpy(kept_mass)
         if not imitates and any(r.trajectory.sampling.truncates for r in rows)
         else None,
+        row_keys=None if row_keys is None else torch.from_numpy(row_keys),
         dropped=tuple(dropped),
         imitation=imitates,
     )

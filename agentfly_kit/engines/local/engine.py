@@ -28,6 +28,7 @@ from agentfly_kit.errors import EngineError, check_count, check_value, checks_ke
 from agentfly_kit.policy.cpu import single_torch_thread
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
+from agentfly_kit.types import ImageSpan
 
 # Seconds after which an idle thread exits, so that an unreferenced engine can be garbage-collected.
 _IDLE_SECONDS = 2.0
@@ -127,8 +128,10 @@ class LocalEngine(Engine):
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
     ) -> Sample:
-        session = request.session if request is not None else None
-        got: Sample = await self._submit(ids, sampling, seed, session, top=0)
+        session, images = (None, ()) if request is None else (request.session, request.images)
+        if images and not self.images:
+            raise EngineError(f"the ids must contain text only, because {self!r} reads no images")
+        got: Sample = await self._submit(ids, sampling, seed, session, top=0, images=images)
         return got
 
     async def distribution(
@@ -148,12 +151,24 @@ class LocalEngine(Engine):
         with self._wake:
             self._released.append(session)
 
-    async def _submit(self, ids: Sequence[int], sampling: Sampling, seed: int, session: str | None, top: int) -> Any:
+    async def _submit(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        session: str | None,
+        top: int,
+        images: Sequence[ImageSpan] = (),
+    ) -> Any:
         self._check_ids(ids)
-        array = np.asarray(ids, dtype=np.int64)
+        array = keys = np.asarray(ids, dtype=np.int64)
+        if images:
+            from agentfly_kit.images import row_keys
+
+            keys = row_keys(array, images)
         loop = asyncio.get_running_loop()
         limit = min(sampling.max_tokens, self.max_length - len(ids))
-        wanted = Request(array, sampling, seed, session, loop.create_future(), limit, top)
+        wanted = Request(array, keys, sampling, seed, session, loop.create_future(), limit, top)
         with self._wake:
             self._submitted.append(wanted)
             if self._thread is None:

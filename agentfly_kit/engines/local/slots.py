@@ -26,6 +26,8 @@ class Request:
     """A request and the tokens sampled for it so far."""
 
     ids: npt.NDArray[np.int64]
+    # Equal prefixes of keys, not of ids, have equal keys and values in the cache; see `Row.keys`.
+    row_keys: npt.NDArray[np.int64]
     sampling: Sampling
     seed: int
     session: str | None
@@ -144,7 +146,7 @@ class SlotTable:
         source, common = own, self.held_history(request)
         if not common and not empty:
             usable = np.array([slot.weights == self.weights for slot in self._slots])
-            source, common = self.cache.longest_prefix(request.ids, own, usable)
+            source, common = self.cache.longest_prefix(request.row_keys, own, usable)
             if own is None:  # compute decoded keys again, because other chains affect which of them are still cached
                 common = min(common, int(self.cache.prefilled[source]))
         common = min(common, len(request.ids) - 1)  # at least one token must be computed for its logits
@@ -169,7 +171,7 @@ class SlotTable:
         if own is None or self._slots[own].weights != self.weights:
             return 0
         held = int(self.cache.length[own])
-        same = held < len(request.ids) and bool((self.cache.ids[own, :held] == request.ids[:held]).all())
+        same = held < len(request.ids) and bool((self.cache.row_keys[own, :held] == request.row_keys[:held]).all())
         return held if same else 0
 
     def _grow(self, capacity: int, waiting: int) -> None:
