@@ -7,7 +7,7 @@ from typing import Any
 
 from agentfly_kit.agent.turns import append_text
 from agentfly_kit.errors import check_count, checks_keywords
-from agentfly_kit.types import Message, text_of
+from agentfly_kit.types import Message, images_of, text_of
 
 __all__ = ["sliding_window", "summarize"]
 
@@ -36,7 +36,10 @@ def sliding_window(steps: int) -> Callable[[Any], None]:
             elif turn.kind == "observation" and shown:
                 shown[-1] += turn.messages
         opening = list(chain.turns[0].messages)
-        if steps == 0:
+        if steps == 0 and images_of(chain.turn.messages):
+            last = [{"role": "user", "content": message["content"]} for message in chain.turn.messages]
+            chain.compact([*opening, *last], author="window")
+        elif steps == 0:
             text = "\n".join(map(text_of, chain.turn.messages))
             chain.compact(text, author="window")
         else:
