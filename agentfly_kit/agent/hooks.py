@@ -9,12 +9,8 @@ from agentfly_kit import seeds
 from agentfly_kit.agent.turns import append_text
 from agentfly_kit.engines.base import Engine, chat_for, sample_text
 from agentfly_kit.errors import check_count, checks_keywords
-<<<<<<< ours
 from agentfly_kit.samples import Sampling
-from agentfly_kit.types import Message, Task, text_of
-=======
-from agentfly_kit.types import Message, images_of, text_of
->>>>>>> theirs
+from agentfly_kit.types import Message, Task, images_of, text_of
 
 __all__ = ["simulated_user", "sliding_window", "summarize"]
 
