@@ -184,7 +184,9 @@ def test_the_old_name_of_widgets_is_refused() -> None:
 
 
 def test_extras_are_the_agreed_words() -> None:
-    words = "lab trackers otel ray trl vllm envs containers agents constraints frameworks mcp sql images docs test all"
+    words = (
+        "lab trackers otel ray trl vllm envs containers agents constraints frameworks mcp sql images docs test all"
+    )
     assert sorted(EXTRAS) == sorted(words.split())
     (everything,) = EXTRAS["all"]
     assert set(re.findall(r"[\w-]+", everything.partition("[")[2])) == set(EXTRAS) - {"all", "vllm", "frameworks"}

@@ -23,7 +23,7 @@ def scored_at_0() -> Any:
     return random_policy().score(batch, {"logprob"})
 
 
-@errors.table(
+test_errors = errors.rejected(
     (scored_at_0, af.errors.AlignmentError, "position 0"),
     (lambda: random_policy().score(rows(), {"logits"}), af.errors.SettingsError, "must be a non-empty subset of"),
     (lambda: random_policy().score(rows(), {"value"}), af.errors.PolicyError, "load the policy with value_head=True"),
@@ -56,8 +56,6 @@ def scored_at_0() -> Any:
         "the shape of 'value_head.bias' is None in the policy and (1,) in the state",
     ),
 )
-async def test_errors(call: Any, error: Any, text: str) -> None:
-    await errors.check(call, error, text)
 
 
 @pytest.mark.parametrize("family", ["minicpm3", "xlstm"])
