@@ -1,6 +1,7 @@
 """Arguments that a policy rejects."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,5 @@ def test_code_in_the_folder_of_a_model_is_not_run(load: Any, tmp_path: Path, mon
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": names}))
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass")
-    with pytest.raises(Exception, match=r"code|trust_remote_code"):
-        load(str(tmp_path))
+    errors.check(lambda: load(str(tmp_path)), Exception, re.compile(r"code|trust_remote_code"))
     assert (asked, (tmp_path / "ran").exists()) == ([], False)
