@@ -34,11 +34,14 @@ def conversation(columns: dict[str, Any], location: str) -> list[Any] | None:
     if isinstance(columns.get("conversations"), list):
         messages = [_from_sharegpt(message, location) for message in columns.pop("conversations")]
     elif isinstance(columns.get("messages"), list):
-        messages = [part for message in columns.pop("messages") for part in _without_blocks(message)]
+        messages = []
+        for message in columns.pop("messages"):
+            messages += _without_blocks(message)
     else:
         return None
     if columns.get("system"):
-        messages.insert(0, {"role": "system", "content": _join_blocks(columns.pop("system"))})
+        content = _join_blocks(columns.pop("system"))
+        messages.insert(0, {"role": "system", "content": content})
     return messages
 
 
@@ -69,7 +72,9 @@ def _from_sharegpt(given: Any, location: str) -> Message:
             calls = json.loads(text)
         except (TypeError, ValueError):
             raise TaskError(f"{location}: a function_call must contain JSON, got {text!r:.60}") from None
-        message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+        if not isinstance(calls, list):
+            calls = [calls]
+        message |= {"content": "", "tool_calls": calls}
     return message
 
 
@@ -112,7 +117,12 @@ def _join_blocks(content: Any) -> Any:
 # --- token ids -----------------------------------------------------------------------------------
 
 
-def encoded(turns: Sequence[Turn], tools: Sequence[dict[str, Any]], chat: Chat, location: str) -> list[Turn]:
+def encoded(
+    turns: Sequence[Turn],
+    tools: Sequence[dict[str, Any]],
+    chat: Chat,
+    location: str,
+) -> list[Turn]:
     """Return the turns of a conversation with the token ids that an agent with this chat would have.
 
     Actions consist of the text that the chat template renders for the message, and a stop token. No turn is sampled.
@@ -147,13 +157,20 @@ def encoded(turns: Sequence[Turn], tools: Sequence[dict[str, Any]], chat: Chat, 
 
 
 def _require_results(before: Turn | None, turn: Turn) -> None:
-    made = {call.id for call in before.tool_calls} if before else set()
+    if before is None:
+        return
+    made = {call.id for call in before.tool_calls}
     missing = made - {call.id for call in turn.tool_calls}
     if missing:
         raise TaskError(f"the calls {', '.join(sorted(missing))} must have results")
 
 
-def _action_ids(chat: Chat, history: list[Message], turn: Turn, tools: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+def _action_ids(
+    chat: Chat,
+    history: list[Message],
+    turn: Turn,
+    tools: Sequence[dict[str, Any]],
+) -> tuple[int, ...]:
     (message,) = turn.messages
     for call in turn.tool_calls:
         if call.error is not None:
@@ -163,9 +180,12 @@ def _action_ids(chat: Chat, history: list[Message], turn: Turn, tools: Sequence[
     text = whole.removeprefix(prompt)
     end, stop = max((text.rfind(stop), stop) for stop in chat.template.stops())
     if text == whole or end < 0:  # the template renders history differently, or without an end-of-turn token
-        thinking = f"{message.get('thinking') or ''}\n</think>\n\n" if chat._open_tag else ""
-        text = thinking + chat._with_written_calls(message)["content"]
-        end, stop = len(text), chat.token_texts(chat.stop_ids[:1])[0]
+        text = chat._with_written_calls(message)["content"]
+        if chat._open_tag:
+            thinking = message.get("thinking") or ""
+            text = f"{thinking}\n</think>\n\n{text}"
+        end = len(text)
+        (stop,) = chat.token_texts(chat.stop_ids[:1])
     ids = (*chat.encode(text[:end]), *chat.encode(stop))
     parsed = chat.parse(ids, tools)
     wanted = [(call.name, call.arguments) for call in turn.tool_calls]

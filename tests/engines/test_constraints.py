@@ -180,7 +180,7 @@ async def test_every_api_constrains_its_reply() -> None:
     named = {"type": "function", "name": "calculator"}
     parts = [{"name": "calculator", "input_schema": function["parameters"]}]
 
-    async def asking(endpoint: af.Endpoint) -> str:
+    async def asking(endpoint: af.Endpoint) -> None:
         async def post(path: str, **body: Any) -> Any:
             answer = await endpoint.handle("POST", f"/v1/{path}", json.dumps(body).encode())
             assert answer.status == 200, answer
@@ -205,7 +205,6 @@ async def test_every_api_constrains_its_reply() -> None:
         texts.append((await post("completions", prompt="2+3 is", response_format=FORM))["choices"][0]["text"])
         for text in texts:
             jsonschema.validate(json.loads(text), SCHEMA)
-        return "5"
 
     t = await run_one(asking, max_turns=20)
     assert t.stop == "answered", t.error
@@ -218,10 +217,9 @@ async def test_every_api_constrains_its_reply() -> None:
 async def test_a_constrained_chain_is_trained_with_a_correction(tmp_path: Path) -> None:
     """The importance weight of a token is the probability mass of the tokens that were allowed."""
 
-    async def calling(endpoint: af.Endpoint) -> str:
+    async def calling(endpoint: af.Endpoint) -> None:
         await endpoint.chat(ASKED, TOOLS.schemas, tool_choice="required")
         await endpoint.chat(ASKED)
-        return "5"
 
     policy = fresh()
     agent = harnessed(calling).replace(engine=af.LocalEngine(policy), chat=policy.chat)
@@ -249,12 +247,11 @@ async def test_what_cannot_be_constrained_is_refused_or_reported() -> None:
         ({"tools": TOOLS.schemas, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "got 'f'"),
     ]
 
-    async def asking(endpoint: af.Endpoint) -> str:
+    async def asking(endpoint: af.Endpoint) -> None:
         for body, message in bodies:
             with pytest.raises((RequestError, af.errors.SettingsError), match=message):
                 await endpoint.chat(ASKED, **body)
         await endpoint.chat(ASKED, response_format=FORM)
-        return "5"
 
     t = await run_one(asking)
     assert (t.stop, len(t.actions), len(t.rows)) == ("answered", 1, 1), t.error

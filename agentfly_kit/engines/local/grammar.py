@@ -70,10 +70,10 @@ class Grammars:
             parts = []
             for i, part in enumerate(choice):
                 if i % 2:
-                    parts.append(f"json{len(rules)}")
-                    rules.append(
-                        f"json{len(rules)}: %json {json.dumps({**json.loads(part), 'x-guidance': _SPACING})}"
-                    )
+                    name = f"json{len(rules)}"
+                    schema = {**json.loads(part), "x-guidance": _SPACING}
+                    parts.append(name)
+                    rules.append(f"{name}: %json {json.dumps(schema)}")
                 elif part:
                     parts.append(self._literal(part))
             choices.append(" ".join(parts))
@@ -82,8 +82,13 @@ class Grammars:
     def _literal(self, text: str) -> str:
         """Return the grammar of a text. Special tokens are matched by id, because no bytes match them."""
         names = sorted(map(re.escape, self._special), key=len, reverse=True)
-        parts = re.split(f"({'|'.join(names)})", text) if names else [text]
-        return " ".join(f"<[{self._special[p]}]>" if p in self._special else json.dumps(p) for p in parts if p)
+        found = []
+        for part in re.split(f"({'|'.join(names)})", text) if names else [text]:
+            if part in self._special:
+                found.append(f"<[{self._special[part]}]>")
+            elif part:
+                found.append(json.dumps(part))
+        return " ".join(found)
 
 
 def allowed_tokens(matchers: Iterable[Any], vocab_size: int, device: torch.device) -> Tensor | None:

@@ -90,8 +90,9 @@ def weight_sources(policy: Policy) -> list[WeightSource]:
                     plain[name] = tensor
                 elif name.startswith(f"{layer}.base_layer."):
                     short = name.removeprefix(f"{layer}.base_layer.")
-                    plain[f"{layer}.{short}"] = tensor
-                    merged[f"{layer}.{short}"] = functools.partial(_merged_weight, layers[layer], short)
+                    name = f"{layer}.{short}"
+                    plain[name] = tensor
+                    merged[name] = functools.partial(_merged_weight, layers[layer], short)
             state = plain
     seen: set[tuple[Any, ...]] = set()
     found: list[WeightSource] = []
@@ -118,8 +119,10 @@ def _adapter_layers(model: Any) -> dict[str, Any] | None:
                 return None
             layers[path] = module
     own = Counter(tensor.data_ptr() for tensor in model.state_dict().values())
-    if any(own[p.data_ptr()] > 1 for layer in layers.values() for p in layer.get_base_layer().parameters()):
-        return None  # tied weights: merging one layer would change the other
+    for layer in layers.values():
+        for parameter in layer.get_base_layer().parameters():
+            if own[parameter.data_ptr()] > 1:
+                return None  # tied weights: merging one layer would change the other
     return layers
 
 
@@ -217,7 +220,13 @@ def serve_file(path: Path, addresses: Iterable[tuple[str, int]]) -> Iterator[tup
                 raise EngineError(f"the weights cannot be served at {address}: {error}") from error
             stack.callback(server.server_close)
             ports[address] = server.server_port
-            threading.Thread(target=server.serve_forever, args=(0.02,), name="agentfly-weights", daemon=True).start()
+            thread = threading.Thread(
+                target=server.serve_forever,
+                args=(0.02,),
+                name="agentfly-weights",
+                daemon=True,
+            )
+            thread.start()
             stack.callback(server.shutdown)
         yield secret, ports
 

@@ -143,9 +143,9 @@ class ExactSampler(Sampler):  # type: ignore[misc]
         scaled = logits
         if sampling_metadata.temperature is not None:
             temperature = sampling_metadata.temperature
-            temperature = torch.where(
-                temperature < 1e-5, torch.ones_like(temperature), temperature
-            )  # for greedy rows, logprobs are those at temperature 1
+            # For greedy rows, logprobs are those at temperature 1.
+            ones = torch.ones_like(temperature)
+            temperature = torch.where(temperature < 1e-5, ones, temperature)
             scaled = logits / temperature[:, None]
         whole = torch.log_softmax(scaled, dim=-1, dtype=torch.float32)
         p = whole.exp()
@@ -163,8 +163,8 @@ class ExactSampler(Sampler):  # type: ignore[misc]
             return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
         found = Sampler.gather_logprobs(logprobs, num_logprobs - EXTRA_COLUMNS, token_ids)
         ids, values = found.logprob_token_ids, found.logprobs
-        return LogprobsTensors(
-            torch.cat([ids[:, :1], ids.new_zeros(len(ids), EXTRA_COLUMNS), ids[:, 1:]], dim=1),
-            torch.cat([values[:, :1], extra.to(values.dtype), values[:, 1:]], dim=1),
-            found.selected_token_ranks,
-        )
+        extra = extra.to(values.dtype)
+        no_ids = ids.new_zeros(len(ids), EXTRA_COLUMNS)
+        ids = torch.cat([ids[:, :1], no_ids, ids[:, 1:]], dim=1)
+        values = torch.cat([values[:, :1], extra, values[:, 1:]], dim=1)
+        return LogprobsTensors(ids, values, found.selected_token_ranks)
