@@ -10,13 +10,17 @@ import binascii
 import hashlib
 import io
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import RunError, SettingsError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 # Limits of one image. They are checked against the header, before any pixel is decoded.
 MAX_PIXELS, MAX_SIDE, MAX_BYTES = 2**22, 8192, 2**24
@@ -180,6 +184,26 @@ def from_part(source: Any) -> Image:
             f"an image part must be a data URL or an image such as af.Image(path), got {source[:80]!r}"
         )
     return Image(source)
+
+
+def row_keys(ids: npt.NDArray[np.int64], spans: Iterable[tuple[Image, int, int]]) -> npt.NDArray[np.int64]:
+    """Return ids, (T,), in which those of placeholders are replaced by keys: unequal images have unequal keys.
+
+    Equal ids do not mean equal inputs of a model, because the placeholders of all images have the same ids. Whatever is
+    shared between rows with a common prefix must therefore compare keys. The key of a placeholder is a hash of its
+    image, of its index among the placeholders of the image, and of their number. Keys are larger than any id.
+
+    Args:
+        ids: Token ids.
+        spans: An image, the index of its first placeholder, and the number of placeholders, for each span.
+    """
+    import numpy as np
+
+    keys = ids.copy()
+    for image, start, length in spans:
+        words = hashlib.shake_128(f"{image.digest}:{length}".encode()).digest(8 * length)
+        keys[start : start + length] = (np.frombuffer(words, "<u8") >> np.uint64(3)).astype(np.int64) + 2**40
+    return keys
 
 
 def _read(source: Any) -> bytes:

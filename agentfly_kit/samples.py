@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import EngineError, SettingsError, check_settings, checks_keywords
-from agentfly_kit.types import Message, Task, ToolCall, check_lengths
+from agentfly_kit.types import ImageSpan, Message, Task, ToolCall, check_lengths
 
 
 @checks_keywords
@@ -62,6 +62,21 @@ class Sampling(Displayable):
         return replace(self, **changes)
 
 
+@dataclass(frozen=True)
+class Constraint(Displayable):
+    """Form of an action, which is enforced during sampling.
+
+    Attributes:
+        choices: Possible forms. Each is a sequence of texts and JSON schemas (as JSON) in turns, beginning with a text.
+        thinking_end: Tag that ends the thinking before the action; "" if the action begins without thinking.
+        body: JSON with the fields of a chat completion request that have the same effect, for servers.
+    """
+
+    choices: tuple[tuple[str, ...], ...]
+    thinking_end: str = ""
+    body: str = "{}"
+
+
 @dataclass(frozen=True, repr=False)
 class TurnRequest(Displayable):
     """Context of a sampling request, for engines that need more than the token ids.
@@ -72,6 +87,8 @@ class TurnRequest(Displayable):
         session: Key under which an engine stores the KV cache of a chain. `engine.release(session)` frees it.
         messages: The conversation so far.
         tools: JSON schemas of the tools that the model may call.
+        constraint: Form of the action, for engines that can enforce it.
+        images: Which of the ids are placeholders of images.
     """
 
     task: Task
@@ -79,6 +96,8 @@ class TurnRequest(Displayable):
     session: str
     messages: tuple[Message, ...] = ()
     tools: tuple[dict[str, Any], ...] = ()
+    constraint: Constraint | None = None
+    images: tuple[ImageSpan, ...] = ()
 
 
 @dataclass(frozen=True, repr=False)
@@ -92,7 +111,7 @@ class Sample(Displayable):
         stop: Reason why sampling ended: a stop token ("stop"), the limit `Sampling.max_tokens` ("length"), a string
             from `Sampling.stop` ("string"), or an aborted request ("abort").
         versions: Version of the policy that sampled each token.
-        kept_mass: Probability mass kept by top-p, top-k and min-p at each token; None without truncation.
+        kept_mass: Probability mass kept by top-p, top-k, min-p and a constraint at each token; None without them.
         text: Sampled text, set only by engines that return no ids.
         calls: Tool calls, if parsed by the server.
         seconds: Duration of the request.

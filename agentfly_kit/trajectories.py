@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import AlignmentError
 from agentfly_kit.samples import Sampling
-from agentfly_kit.types import Failure, Message, Task, ToolCall, Turn, text_of
+from agentfly_kit.types import Failure, ImageSpan, Message, Task, ToolCall, Turn, spans_of, text_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -104,6 +104,20 @@ class Row(Displayable):
     def ids(self) -> npt.NDArray[np.int64]:
         """Token ids."""
         return self._concatenate(lambda _, turn: turn.ids or (), "int64")
+
+    @cached_property
+    def images(self) -> tuple[ImageSpan, ...]:
+        """Which of the ids are placeholders of images."""
+        return spans_of(self.turns)
+
+    @cached_property
+    def keys(self) -> npt.NDArray[np.int64]:
+        """Token ids, with those of placeholders replaced by hashes of their images; see `images.row_keys`."""
+        if not self.images:
+            return self.ids
+        from agentfly_kit.images import row_keys
+
+        return row_keys(self.ids, self.images)
 
     @cached_property
     def action_mask(self) -> npt.NDArray[np.bool_]:

@@ -320,7 +320,9 @@ class Turn(Displayable):
         parent: The preceding turn; None for the first turn of the chain.
         row: Index of the row that contains this turn. A new row starts after compaction, if `Chat(history="rerender")`
             changes earlier tokens, or if a request of a harness does not continue an existing row.
+        constrained: Whether a tool choice or response format excluded tokens, in addition to `Sampling`.
         alternatives: The most probable tokens at each position, recorded by `LocalEngine(policy, alternatives=5)`.
+        images: Which of the ids are placeholders of images.
     """
 
     kind: TurnKind
@@ -342,7 +344,9 @@ class Turn(Displayable):
     label: str = field(default="", compare=False)
     parent: Turn | None = field(default=None, repr=False, compare=False)
     row: int = 0
+    constrained: bool = False
     alternatives: tuple[Alternatives, ...] | None = field(default=None, repr=False)
+    images: tuple[ImageSpan, ...] = ()
 
     def __post_init__(self) -> None:
         # Count the actions here, because chains read their number many times per turn.
@@ -352,6 +356,12 @@ class Turn(Displayable):
             raise AlignmentError("a sampled turn must have ids, with a logprob and a policy version per id")
         if self.ids is not None:
             check_lengths(self, ("logprobs", "entropies", "kept_mass", "versions", "alternatives", "token_texts"))
+
+        for span in self.images:
+            if not 0 <= span.start < span.start + span.length <= self.num_tokens:
+                raise AlignmentError(
+                    f"spans of images must lie within the {self.num_tokens} ids of the turn, got {span}"
+                )
 
     @property
     def path(self) -> tuple[Turn, ...]:
@@ -392,6 +402,16 @@ class Turn(Displayable):
         count = "no ids" if self.ids is None else f"{len(self.ids)} tokens"
         label = f"{self.label}, " if self.label else ""
         return printable(f"Turn({label}{self.kind} by {self.author}, {count}, {text!r})")
+
+
+def spans_of(turns: Iterable[Turn]) -> tuple[ImageSpan, ...]:
+    """Return the spans of consecutive turns, with indices into the concatenated ids."""
+    spans: list[ImageSpan] = []
+    count = 0
+    for turn in turns:
+        spans += [span._replace(start=count + span.start) for span in turn.images]
+        count += turn.num_tokens
+    return tuple(spans)
 
 
 def drop_none(value: Any) -> Any:

@@ -15,6 +15,16 @@ def table(*rows: Row) -> pytest.MarkDecorator:
     return pytest.mark.parametrize(("call", "error", "text"), rows, ids=[row[2][:60] for row in rows])
 
 
+def rejected(*rows: Row) -> Callable[..., Awaitable[None]]:
+    """Return a test with rows of a call, the class of its error, and a part of the error's text."""
+
+    @table(*rows)
+    async def test(call: Callable[[], Any], error: type[BaseException], text: str) -> None:
+        await check(call, error, text)
+
+    return test
+
+
 def check(call: Callable[[], Any], error: type[BaseException], text: str | re.Pattern[str] = "") -> Awaitable[None]:
     """Assert that a call raises an error, whose text contains a string or matches a pattern.
 

@@ -268,6 +268,9 @@ async def test_more_images_than_the_engine_reads_fill_the_context() -> None:
     assert t.stop == "context_full" and len(t.actions) == 2
     (t,) = (await agent.replace(on_context_full=keep_one).rollout(task("Look", picture()))).trajectories
     assert t.stop == "answered" and len(t.rows) == 2
+    windowed = reader(CALL, CALL, CALL, "x", before_turn=af.hooks.sliding_window(0))
+    (t,) = (await windowed.rollout(task("Look", picture()))).trajectories
+    assert t.stop == "answered" and [len(types.images_of(row.messages)) for row in t.rows] == [3, 5, 5, 3]
 
 
 @pytest.fixture
@@ -317,7 +320,9 @@ async def test_views_show_images_also_without_pillow(monkeypatch: pytest.MonkeyP
     assert [[alt for _, alt in each] for each in shown] == [["[image 300 x 200]"], [], ["[image 32 x 24]"] * 2, []]
     assert shown[0][0][0].startswith("data:image/jpeg;base64,") and len(shown[0][0][0]) < 40_000
     stepper = widgets.ChainStepper(agent, t)
-    for page in (view._static(), stepper._static(), t._repr_html_(), t.task._repr_html_()):
+    form = widgets.ToolForm(af.tool(lambda: [noise()], name="f", description="Return noise."))
+    await form.call()
+    for page in (form._static(), view._static(), stepper._static(), t._repr_html_(), t.task._repr_html_()):
         assert re.search(r'<img [^>]*alt="\[image 300 x 200\]"', page)
     assert "data:image/png" in t.tool_calls[0]._repr_html_() and len(t.task._repr_html_()) < 40_000
     monkeypatch.setitem(sys.modules, "PIL", None)
@@ -335,7 +340,8 @@ def test_content_is_read_by_one_helper() -> None:
     """Content may be a tuple, so only `types`, and chats, which encode text, index a message with "content"."""
     known = (
         "types.py", "chat/", "endpoint/", "agent/settings.py", "agent/turns.py", "agent/conversations.py",
-        "agent/rollout_io.py", "engines/chat_messages.py", "engines/openai.py", "integrations/rollout_files.py",
+        "agent/hooks.py", "agent/rollout_io.py", "engines/chat_messages.py", "engines/openai.py",
+        "integrations/rollout_files.py", "integrations/message_logs.py",
     )  # fmt: skip
     found = [
         f"{path.relative_to(ROOT)}: {line.strip()}"

@@ -7,7 +7,7 @@ import math
 import sys
 from typing import Any
 
-from agentfly_kit.types import text_of
+from agentfly_kit.types import images_of, text_of
 
 # Number of seeds per fork that are compared with the seed of an action to find the fork that sampled it.
 _ATTEMPTS = 300
@@ -45,7 +45,10 @@ def code(chain: Any) -> str:
         task = _named(chain.task)
         if task is None:
             t = chain.task
-            lines.append(f"task = af.Task({t.id!r}, {t.messages!r}, {t.fields!r})")
+            if images_of(t.messages):
+                lines.append(f"task = next(t.task for t in rollout if t.task.id == {t.id!r})")
+            else:
+                lines.append(f"task = af.Task({t.id!r}, {t.messages!r}, {t.fields!r})")
             task = "task"
         lines.append(f"chain = {name}.chain({task})")
     if any(turn.kind == "action" for turn in path) and not agent.engine.reproducible:

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from agentfly_kit.integrations.html import escape_control_chars
-from agentfly_kit.types import text_of
+from agentfly_kit.types import images_of, text_of
 
 from ._chains import chain_label, is_hash
 from ._format import SUCCESS_RULE, number, pack, shared_prefix
@@ -96,7 +96,9 @@ def to_entry(t: Any) -> Entry:
         answer=_line(dict(fields).get("answer", ""), 160), fields=fields, group=t.group, reward=t.reward,
         success=t.success, stop=t.stop, error="" if t.error is None else str(t.error), seconds=t.seconds,
         metrics={name: float(value) for name, value in t.metrics.items()}, says=t.explain(), actions=len(t.actions),
-        turns=turns, keys=tuple(hash((turn.kind, turn.author, turn.text, turn.ids)) for turn in t.turns),
+        turns=turns, keys=tuple(
+            hash((turn.kind, turn.author, turn.text, turn.ids, images_of(turn.messages))) for turn in t.turns
+        ),
     )  # fmt: skip
 
 

@@ -277,7 +277,8 @@ export default {
             h("div", { class: "afk-cardhead", role: "status" }, h("b", { class: r.ok ? "afk-good" : "afk-bad" }, word),
               h("span", { class: "afk-soft afk-num" }, [brief(r.seconds), plural(r.characters, "character"), r.truncated ? "truncated" : null, r.done ? "ends the chain" : null, r.reward === null ? null : `turn reward ${r.reward}`, ...r.metrics.map(([k, v]) => `${k} ${v}`)].filter(Boolean).join(" · "))),
             h("div", { class: "afk-soft" }, "what the model sees:"),
-            r.observation ? h("pre", { class: "afk-seen afk-code", tabindex: "0", dir: "auto", role: "region", "aria-label": "what the model sees" }, ...marks(r.observation)) : h("div", { class: "afk-seen afk-soft" }, "(empty)"),
+            r.observation ? h("pre", { class: "afk-seen afk-code", tabindex: "0", dir: "auto", role: "region", "aria-label": "what the model sees" }, ...marks(r.observation)) : r.images.length ? null : h("div", { class: "afk-seen afk-soft" }, "(empty)"),
+            ...pictures(r.images),
             r.characters > r.observation.length ? h("div", { class: "afk-soft" }, `${(r.characters - r.observation.length).toLocaleString("en-US")} more characters`) : null].filter(Boolean));
           if (r.error !== null) {
             result.append(h("details", { open: true }, h("summary", {}, r.error), h("pre", { class: "afk-code", tabindex: "0" }, r.traceback)));

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import traitlets
 
 from ._base import Opener
-from ._format import count, escape, json_text, number, sendable, tag
+from ._format import count, escape, json_text, number, picture, pictures, sendable, tag
 from .chain_stepper import ChainStepper
 
 # Maximum number of results kept.
@@ -161,6 +161,7 @@ class ToolForm(Opener):
             "ok": result.ok,
             "observation": sendable(result.observation[:_SHOWN]),
             "characters": len(result.observation),
+            "images": pictures([{"content": result.images}]),
             "seconds": result.seconds,
             "truncated": result.truncated,
             "done": result.done,
@@ -321,6 +322,7 @@ def _page(about: dict[str, Any], result: dict[str, Any]) -> str:
             title="what the model sees",
         )
     )  # fmt: skip
+    out += [picture(*each) for each in result["images"]]
     if len(text) > len(shown):
         out.append(tag("div", f"{len(text) - len(shown):,} characters are left out of this static form."))
     return tag("div", *out, style="line-height:1.5")

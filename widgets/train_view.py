@@ -203,10 +203,10 @@ class TrainView(ChainsView, LiveView):
         self.refresh()
 
     async def _do_open(self, value: Any) -> None:
-        await self.open_step(int(value["step"]), int(value.get("run", 0)))
+        await self._list_step(int(value["step"]), int(value.get("run", 0)))
 
     async def open_step(self, step: int, run: int = 0) -> Any:
-        """List the trajectories of a step.
+        """Pick a step and list its trajectories.
 
         Args:
             step: The step to open.
@@ -215,6 +215,11 @@ class TrainView(ChainsView, LiveView):
         Returns:
             The Rollout, which is also stored in `view.rollout`; None if the run did not save it.
         """
+        if step in self._sources[run].steps:
+            self.step = step
+        return await self._list_step(step, run)
+
+    async def _list_step(self, step: int, run: int) -> Any:
         from agentfly_kit.trainer.run_dir import Run
 
         source = self._sources[run]

@@ -38,7 +38,7 @@ from agentfly_kit.rewards import Score
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
 from agentfly_kit.success import record_success
 from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
-from agentfly_kit.types import Failure, Message, ToolCall, Turn, images_of
+from agentfly_kit.types import Failure, Message, ToolCall, Turn, images_of, spans_of
 
 
 class BaseChain(ChainState):
@@ -119,9 +119,9 @@ class BaseChain(ChainState):
         left = math.inf if agent.max_tokens is None else agent.max_tokens - action_tokens(self.turn)
         room = agent.engine.max_length - len(ids)
         messages = tuple(m for turn in self.turn.row_path for m in turn.messages)
-        if images := images_of(messages):
+        if shown := images_of(messages):
             agent.check_images(self.task, messages)
-        if left < 1 or room <= 1 or len(images) > agent.engine.images:
+        if left < 1 or room <= 1 or len(shown) > agent.engine.images:
             return self._end_before_action("chain_tokens" if left < 1 else "context_full")
         if left < sampling.max_tokens:
             sampling = sampling.replace(max_tokens=int(left))
@@ -137,7 +137,9 @@ class BaseChain(ChainState):
                 self.has_sampled = True
                 with self._reporting("turn", "sampling", index) as event:
                     seed = self._action_seed(attempt)
-                    request = TurnRequest(self.task, index, self._session, messages, self._schemas)
+                    images = spans_of(self.turn.row_path)
+                    given = (messages, self._schemas, self._constraint, images)
+                    request = TurnRequest(self.task, index, self._session, *given)
                     sample = await agent.engine.sample(ids, sampling, seed, request=request)
                     turn = self._action_turn(sample, sampling, seed)
                     reserved.used = turn.num_tokens

@@ -55,7 +55,8 @@ class Chain(LoopChain):
         group, number = trajectory.group, trajectory.chain
         fork = trajectory.id.removeprefix(f"{group}/{number}")
         chain = cls(agent, trajectory.task, ChainKey(group=group, chain=number, fork=f"{fork}~"))
-        if not trajectory.turns or trajectory.turns[0].ids != chain.turn.ids:
+        first = trajectory.turns[0] if trajectory.turns else None
+        if first is None or (first.ids, first.images) != (chain.turn.ids, chain.turn.images):
             raise SettingsError(
                 f"{trajectory.id!r} must begin with the prompt of this agent; use the agent that sampled the trajectory"
             )

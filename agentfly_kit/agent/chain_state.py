@@ -22,6 +22,7 @@ from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import encode_observation, label, observation_turn, prompt_turn, text_fields
 from agentfly_kit.errors import LeaseRevoked, SettingsError
 from agentfly_kit.rewards import Score
+from agentfly_kit.samples import Constraint
 from agentfly_kit.tools.context import Context
 from agentfly_kit.trajectories import BUDGET_STOPS, Trajectory
 from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn
@@ -82,6 +83,8 @@ class ChainState(Displayable):
         self._started_at = time.perf_counter()
         # JSON schemas of the tools in the prompt.
         self._schemas = agent.tools.schemas
+        # Form of the next action, which a request of a harness may demand.
+        self._constraint: Constraint | None = None
         self.turn = self._first_turn()
 
     def subscribe(self, callback: Callable[[Any], object]) -> Callable[[], None]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.types import Message, normalize_messages, text_of
+from agentfly_kit.types import Message, images_of, normalize_messages, text_of
 
 # Role, text, tool calls, and the id of the call that the message answers. Messages with equal keys are equal.
 MessageKey: TypeAlias = tuple[Any, ...]
@@ -83,12 +83,13 @@ def plain_tools(tools: Any) -> tuple[dict[str, Any], ...]:
 
 
 def message_key(message: Message) -> MessageKey:
-    """Return a key for comparing messages. Thinking and surrounding whitespace are ignored."""
+    """Return a key for comparing messages, including images. Thinking and surrounding whitespace are ignored."""
     calls = tuple(
         (call["function"]["name"], json.dumps(call["function"]["arguments"], sort_keys=True))
         for call in message.get("tool_calls") or ()
     )
-    return message["role"], text_of(message).strip(), calls, message.get("tool_call_id", "")
+    content = text_of(message).strip(), *images_of([message])
+    return message["role"], content, calls, message.get("tool_call_id", "")
 
 
 @dataclass

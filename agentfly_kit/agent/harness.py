@@ -30,9 +30,9 @@ from agentfly_kit.agent.progress import ChainHooks, ChainKey
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.agent.turns import encode_long, label, text_fields, token_fields
 from agentfly_kit.endpoint.endpoint import Endpoint
-from agentfly_kit.endpoint.reply import ChainEnded, Reply, ReplyCall, RequestError, validating
+from agentfly_kit.endpoint.reply import ChainEnded, Reply, ReplyCall, ReplyOptions, RequestError, validating
 from agentfly_kit.errors import ChatTemplateError, SettingsError
-from agentfly_kit.samples import Sample, Sampling
+from agentfly_kit.samples import Constraint, Sample, Sampling
 from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.context import Context, Fields
 from agentfly_kit.tools.injection import InjectedFunction
@@ -187,11 +187,7 @@ class HarnessChain(BaseChain):
         self,
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]] = (),
-        *,
-        prompt: str | Sequence[int] | None = None,
-        author: str | None = None,
-        max_tokens: int | None = None,
-        stop: Sequence[str] = (),
+        options: ReplyOptions | None = None,
     ) -> Reply:
         """Sample the next action of a conversation. Concurrent requests for a chain are served one at a time.
 
@@ -202,17 +198,13 @@ class HarnessChain(BaseChain):
         Args:
             messages: the whole conversation, as in the OpenAI API.
             tools: schemas of the tools that the model may call.
-            prompt: text or token ids that replace the messages. If it begins with the ids of the row of an earlier
-                prompt, it continues this row. The reply is not parsed.
-            author: author recorded for the action; by default the agent's name.
-            max_tokens: maximum number of tokens; `Sampling.max_tokens` of the agent applies if it is smaller.
-            stop: additional stop strings.
+            options: prompt, author, limits and constraints.
 
         Raises:
             SettingsError, RequestError: if the messages or tools are malformed or contain something other than text.
             ChainEnded: if a limit has ended the chain, or the engine failed. Its attribute `stop` is the stop reason.
         """
-        task = asyncio.ensure_future(self._serve(messages, tools, prompt, author, max_tokens, tuple(stop)))
+        task = asyncio.ensure_future(self._serve(messages, tools, options or ReplyOptions()))
         self._serving.add(task)
         try:
             return await task
@@ -226,29 +218,23 @@ class HarnessChain(BaseChain):
             self._serving.discard(task)
 
     async def _serve(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]],
-        prompt: str | Sequence[int] | None,
-        author: str | None,
-        max_tokens: int | None,
-        stop: tuple[str, ...],
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], options: ReplyOptions
     ) -> Reply:
         async with self._in_order:
             self._check_running()
             sampling = self.agent.sampling
             plain: tuple[Message, ...] = ()
             with validating():
-                if prompt is None:
+                if options.prompt is None:
                     plain = plain_messages(messages, self._call_ids)
                 schemas = plain_tools(tools)
                 sampling = sampling.replace(
-                    max_tokens=min(sampling.max_tokens, max_tokens or sampling.max_tokens),
-                    stop=tuple(dict.fromkeys((*sampling.stop, *stop))),
+                    max_tokens=min(sampling.max_tokens, options.max_tokens or sampling.max_tokens),
+                    stop=tuple(dict.fromkeys((*sampling.stop, *options.stop))),
                 )
             with self._exclusive("reply"):
                 try:
-                    turn = await self._next_action(plain, schemas, prompt, author or self.agent.name, sampling)
+                    turn = await self._next_action(plain, schemas, options, sampling)
                 except (asyncio.CancelledError, SettingsError, RequestError, RecursionError):
                     raise  # the request is invalid or too deeply nested; the chain continues
                 except Exception as error:
@@ -274,19 +260,19 @@ class HarnessChain(BaseChain):
         self,
         messages: tuple[Message, ...],
         tools: tuple[dict[str, Any], ...],
-        prompt: str | Sequence[int] | None,
-        author: str,
+        options: ReplyOptions,
         sampling: Sampling,
     ) -> Turn:
         if self.actions >= self.agent.max_turns:
             return self._end("max_turns")
-        self._is_plain = prompt is not None
-        if prompt is None:
+        self._constraint = await self._constrained(tools, options)
+        self._is_plain = options.prompt is not None
+        if options.prompt is None:
             await encode_long(messages, lambda: self._count_tokens(messages, tools))
             row = self._continue_row(messages, tools)
         else:
-            row = self._continue_ids(await threads.call(self._encode_prompt, prompt))
-        self._schemas, self.author = tools, author
+            row = self._continue_ids(await threads.call(self._encode_prompt, options.prompt))
+        self._schemas, self.author = tools, options.author or self.agent.name
         self._session = f"{self._base_session}/{row.index}"
         digest = hashlib.blake2b(json.dumps([self.ids, messages if not self.ids else 0]).encode(), digest_size=16)
         self._action_key = digest.hexdigest()
@@ -296,6 +282,22 @@ class HarnessChain(BaseChain):
             self._asked[self._action_key] += 1
             row.segments.append(Segment((message_key(turn.messages[0]),), len(self.ids), True))
         return turn
+
+    async def _constrained(self, tools: tuple[dict[str, Any], ...], options: ReplyOptions) -> Constraint | None:
+        """Return the constraint that a request demands. Warn if it cannot be enforced."""
+        if options.must_call is None and options.schema is None:
+            return None
+        from agentfly_kit.agent.constraint import make_constraint
+
+        try:
+            constraint = make_constraint(self.agent, tools, options)
+        except NotImplementedError as error:
+            self._warn_once(
+                "constraint", f"the harness asked for a tool call or JSON, which is not enforced, because {error}"
+            )
+            return None
+        await threads.call(self.agent.engine.check_constraint, constraint)
+        return constraint
 
     def _count_tokens(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> int:
         """Encode messages as `_continue_row` does, which finds them in a cache afterwards, and count the token ids."""

@@ -10,7 +10,7 @@ from agentfly_kit.agent.turns import append_text
 from agentfly_kit.engines.base import Engine, chat_for, sample_text
 from agentfly_kit.errors import check_count, checks_keywords
 from agentfly_kit.samples import Sampling
-from agentfly_kit.types import Message, Task, text_of
+from agentfly_kit.types import Message, Task, images_of, text_of
 
 __all__ = ["simulated_user", "sliding_window", "summarize"]
 
@@ -39,7 +39,10 @@ def sliding_window(steps: int) -> Callable[[Any], None]:
             elif turn.kind == "observation" and shown:
                 shown[-1] += turn.messages
         opening = list(chain.turns[0].messages)
-        if steps == 0:
+        if steps == 0 and images_of(chain.turn.messages):
+            last = [{"role": "user", "content": message["content"]} for message in chain.turn.messages]
+            chain.compact([*opening, *last], author="window")
+        elif steps == 0:
             text = "\n".join(map(text_of, chain.turn.messages))
             chain.compact(text, author="window")
         else:

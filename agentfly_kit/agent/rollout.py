@@ -22,7 +22,7 @@ from agentfly_kit.rewards import RewardSet
 from agentfly_kit.success import SuccessRule, check_success_rule, record_success, sign_flip_test
 from agentfly_kit.tools.context import Context
 from agentfly_kit.trajectories import UNSCORED_STOPS, Group, Trajectory
-from agentfly_kit.types import Task
+from agentfly_kit.types import Task, images_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -408,9 +408,9 @@ class RolloutDiff(Displayable):
 
     @staticmethod
     def first_difference(a: Trajectory, b: Trajectory) -> int | None:
-        """Return the index of the first turn whose text differs between `a` and `b`, or None."""
+        """Return the index of the first turn whose text or images differ between `a` and `b`, or None."""
         for i, (x, y) in enumerate(zip(a.turns, b.turns, strict=False)):
-            if x.text != y.text:
+            if x.text != y.text or images_of(x.messages) != images_of(y.messages):
                 return i
         return None if len(a.turns) == len(b.turns) else min(len(a.turns), len(b.turns))
 

@@ -23,7 +23,7 @@ from uuid import UUID
 from agentfly_kit.errors import RunError
 from agentfly_kit.samples import Sampling
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Failure, Task, ToolCall, ToolResult, Turn
+from agentfly_kit.types import Failure, ImageSpan, Task, ToolCall, ToolResult, Turn
 
 _FORMAT = "agentfly_kit.rollout"
 # Highest format version. Version 4 is written if there are images, version 3 if tasks contain other values that JSON
@@ -128,17 +128,23 @@ def dump_json(value: Any, where: str, images: dict[str, Any] | None = None) -> s
 
 @functools.cache
 def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    return tuple((f.name, f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind))
+    found = []
+    for f in fields(kind):
+        default = f.default if f.default_factory is MISSING else f.default_factory()
+        found.append((f.name, default))
+    return tuple(found)
 
 
 def _record_to_json(record: Any) -> dict[str, Any]:
     """Return the fields of a record that differ from their defaults. Nested records are converted by `json.dumps`."""
     kind: Any = type(record)
-    values = (
-        (name, getattr(record, name), default) for name, default in _defaults(kind) if name not in _LEFT_OUT[kind]
-    )
-    # Types are compared too, because 0 == False.
-    out = {name: value for name, value, default in values if type(value) is not type(default) or value != default}
+    out = {}
+    for name, default in _defaults(kind):
+        if name not in _LEFT_OUT[kind]:
+            value = getattr(record, name)
+            # Types are compared too, because 0 == False.
+            if type(value) is not type(default) or value != default:
+                out[name] = value
     if kind is Turn:
         out = {"place" if name == "label" else name: value for name, value in out.items()}
         if record.ids is not None and record.token_texts is None:
@@ -171,8 +177,10 @@ def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str], fol
         for message in raw.get("messages", ()):
             if isinstance(message["content"], list):
                 message["content"] = tuple(_decode(message["content"], folder))
+        raw["images"] = tuple(ImageSpan(*_decode(span, folder)) for span in raw.get("images", ()))
         if "alternatives" in raw:
-            raw["alternatives"] = tuple(tuple(map(tuple, position)) for position in raw["alternatives"])
+            positions = [tuple(map(tuple, position)) for position in raw["alternatives"]]
+            raw["alternatives"] = tuple(positions)
         raw["label"] = raw.pop("place", "")
         if raw["ids"] is not None and "pieces" not in raw:
             raw["token_texts"] = tuple(token_texts.get(i, f"[{i}]") for i in raw["ids"])
@@ -216,7 +224,10 @@ def write(
             if turn.ids is not None and turn.token_texts is not None:
                 token_texts.update(zip(turn.ids, turn.token_texts, strict=True))
     images: dict[str, Any] = {}
-    lines = [dump_json(_trajectory_to_json(t), f"trajectory {t.id!r}", images) + "\n" for t in trajectories]
+    lines = []
+    for t in trajectories:
+        text = dump_json(_trajectory_to_json(t), f"trajectory {t.id!r}", images)
+        lines.append(f"{text}\n")
     version = 2 if any(turn.row for t in trajectories for turn in t.turns) else 1
     if any(f'"{_TYPE}":' in line for line in lines):
         version = _VERSION if images else 3
@@ -254,6 +265,7 @@ def read(path: Path) -> tuple[list[Trajectory], float, dict[str, str], int]:
                 if header["version"] >= 3:
                     data["task"] = _decode(data["task"], folder)
                 trajectories.append(_trajectory_from_json(data, token_texts, folder))
-        return trajectories, header["seconds"], dict(header.get("not_run", {})), header.get("forks_refused", 0)
+        not_run = dict(header.get("not_run", {}))
+        return trajectories, header["seconds"], not_run, header.get("forks_refused", 0)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise RunError(f"{path}:{number} is damaged: {type(error).__name__}: {error}") from error

@@ -125,6 +125,7 @@ def action_turn(
         logprobs=sample.logprobs,
         entropies=sample.entropies,
         kept_mass=kept_mass,
+        constrained=sample.kept_mass is not None and not sampling.truncates,
         alternatives=_with_texts(chat, sample.alternatives),
         versions=sample.versions,
         messages=(message,),

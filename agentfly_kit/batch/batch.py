@@ -22,7 +22,7 @@ _ROW_FIELDS = ("rewards", "groups", "trajectory_index", "row_index", "temperatur
 # Fields of shape (B, T) that `Batch.replace` converts to float32 and sets to NaN where the mask is 0.
 _MASKED_FIELDS = ("advantages", "returns", "values", "token_rewards", "kept_mass", "ref_logprobs")
 # All fields of shape (B, T), with their padding values.
-_PADDING: dict[str, Any] = {"ids": 0, "attention": False, "mask": False, "versions": -1}
+_PADDING: dict[str, Any] = {"ids": 0, "attention": False, "mask": False, "versions": -1, "row_keys": 0}
 _PADDING |= dict.fromkeys(("logprobs", "entropies", *_MASKED_FIELDS), math.nan)
 
 
@@ -72,8 +72,10 @@ class Batch(Displayable):
         truncated: (B,) bool: True for the last row of a trajectory that was cut off by a limit.
         returns: (B, T): targets of the value loss.
         values: (B, T): values that the value head predicted before the update.
-        kept_mass: (B, T): probability mass kept by top-p, top-k or min-p; None if none of them was used.
+        kept_mass: (B, T): probability mass kept by top-p, top-k, min-p or a constraint; None without them.
         ref_logprobs: (B, T): logprobs under the reference policy.
+        row_keys: (B, T) int64: keys by which rows share computation (`Row.keys`); None if these are the ids, because no
+            row has images.
         dropped: Excluded trajectories and rows, with reasons.
         imitation: Whether the batch was created with `collate(imitate=)`. If so, the mask is True at imitated tokens,
             which need no logprobs, and `advantages` are their weights.
@@ -99,6 +101,7 @@ class Batch(Displayable):
     values: Tensor | None = None
     kept_mass: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    row_keys: Tensor | None = None
     dropped: tuple[Dropped, ...] = ()
     imitation: bool = False
 
@@ -188,6 +191,8 @@ def join(batches: Sequence[Batch]) -> Batch:
     out: dict[str, Any] = {}
     for name in (*_ROW_FIELDS, *_PADDING):
         parts = [getattr(b, name) for b in batches]
+        if name == "row_keys" and any(part is not None for part in parts):
+            parts = [b.ids if b.row_keys is None else b.row_keys for b in batches]
         if any(part is None for part in parts):
             continue
         if name in _PADDING:

@@ -77,9 +77,9 @@ def collate(
             "bootstrap" is the same as "score"; use it with estimators that receive the value of the state at the cut,
             such as `advantages.gae(bootstrap=)`; see `Policy.bootstrap_values`.
         penalty: Amount subtracted with truncated="penalty", in units of reward.
-        allow_truncated_sampling: Whether to accept rows sampled under top-p, top-k or min-p. By default, they are
-            rejected, because their probability ratios would be wrong by a factor equal to the kept probability mass. If
-            True, this mass is stored for `PPOConfig(correction=)`.
+        allow_truncated_sampling: Whether to accept rows sampled under top-p, top-k, min-p or a constraint. By default,
+            they are rejected, because their probability ratios would be wrong by a factor equal to the kept probability
+            mass. If True, this mass is stored for `PPOConfig(correction=)`.
         filters: Filters that exclude further trajectories; see `af.filters`. An excluded trajectory is treated as
             unscored and does not contribute to any mean.
 
@@ -154,11 +154,14 @@ def collate(
     ids = np.zeros(shape, dtype=np.int64)
     mask = np.zeros(shape, dtype=np.bool_)
     versions = np.full(shape, -1, dtype=np.int64)
+    row_keys = np.zeros(shape, dtype=np.int64) if any(r.row.images for r in rows) else None
     logprobs, entropies, kept_mass, per_token = (np.full(shape, np.nan, dtype=np.float32) for _ in range(4))
     for i, r in enumerate(rows):
         n = len(r.row)
         ids[i, :n] = r.row.ids
         mask[i, :n] = r.mask
+        if row_keys is not None:
+            row_keys[i, :n] = r.row.keys
         versions[i, :n] = r.row.versions
         logprobs[i, :n] = r.row.logprobs
         entropies[i, :n] = r.row.entropies
@@ -190,8 +193,9 @@ def collate(
         lengths=lengths,
         truncated=torch.tensor([r.trajectory.truncated and r.is_last for r in rows]),
         kept_mass=torch.from_numpy(kept_mass)
-        if not imitates and any(r.trajectory.sampling.truncates for r in rows)
+        if not imitates and any(_is_truncated(r.trajectory) for r in rows)
         else None,
+        row_keys=None if row_keys is None else torch.from_numpy(row_keys),
         dropped=tuple(dropped),
         imitation=imitates,
     )
@@ -284,20 +288,26 @@ def _unusable_reason(
         return _not_sampled(names)
     # A kept probability mass without top-p, top-k or min-p means that the engine sampled greedily.
     sampled = [turn for turn in t.turns if turn.sampled]
-    if t.sampling.greedy or (not t.sampling.truncates and any(turn.kept_mass is not None for turn in sampled)):
+    kept = [turn for turn in sampled if turn.kept_mass is not None and not turn.constrained]
+    if t.sampling.greedy or (not t.sampling.truncates and kept):
         raise BatchError(f"trajectory {t.id!r} must not be sampled greedily for training; use a temperature above 0")
-    if t.sampling.truncates:
-        cut = f"trajectory {t.id!r} was sampled under top-p, top-k or min-p ({t.sampling})"
+    if _is_truncated(t):
+        cut = f"trajectory {t.id!r} was sampled under top-p, top-k, min-p or a constraint ({t.sampling})"
         if not allow_truncated_sampling:
             raise BatchError(
                 f"{cut}; sample from the whole distribution, or pass allow_truncated_sampling=True and set "
                 "PPOConfig(correction=)"
             )
-        if any(turn.kept_mass is None for turn in sampled):
+        if t.sampling.truncates and any(turn.kept_mass is None for turn in sampled):
             raise BatchError(
                 f"{cut}, but its engine did not record the kept mass; sample from the whole distribution"
             )
     return "truncated" if truncated == "mask" and t.truncated else None
+
+
+def _is_truncated(t: Trajectory) -> bool:
+    """Return True if top-p, top-k, min-p or a constraint excluded some tokens from sampling."""
+    return t.sampling.truncates or any(turn.constrained for turn in t.turns)
 
 
 def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.float32]]:

@@ -13,7 +13,7 @@ from agentfly_kit.errors import BatchError
 from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Turn
 
-_turn_content = operator.attrgetter("kind", "author", "ids", "sampled", "logprobs", "seed")
+_turn_content = operator.attrgetter("kind", "author", "ids", "images", "sampled", "logprobs", "seed")
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,8 +63,9 @@ def credited_turn(trajectory: Trajectory, index: int) -> int:
 
 
 def last_observation(trajectory: Trajectory, index: int) -> Hashable:
-    """Return the token ids of the turn before turn `index`, usually an observation or the prompt."""
-    return trajectory.turns[index - 1].ids if index else ()
+    """Return the token ids and images of the turn before turn `index`, usually an observation or the prompt."""
+    before = trajectory.turns[index - 1] if index else None
+    return () if before is None else (before.ids, before.images) if before.images else before.ids
 
 
 def turn_data(
@@ -83,7 +84,7 @@ def turn_data(
         rollout: A rollout, a trajectory, or an iterable of trajectories.
         state: Function of (trajectory, index) that returns the state at the beginning of the sampled turn
             `trajectory.turns[index]`, as a hashable object. Turns of a group with equal states are compared. By
-            default, the state consists of the token ids of the preceding turn, the prompt or an observation.
+            default, the state consists of the token ids and images of the preceding turn, the prompt or an observation.
         rewards: Rewards of the N trajectories to use instead of the recorded ones, such as those that `collate` passes
             to an estimator.
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 History: TypeAlias = Literal["exact", "append", "rerender"]
 
 # Maximum number of entries in each cache of encoded messages or decoded ids.
+# Stands for the name of a tool, and for a parameter.
+_NAME = "qznamezq"
 _CACHE_SIZE = 1024
 
 
@@ -416,6 +418,33 @@ class Chat(Displayable):
     def read(self, text: str, tools: Schemas = ()) -> formats.Parsed:
         """Parse the text of an action without its stop token."""
         return self.format.parse(self._open_tag + text, tools)
+
+    def call_pattern(self, name: str) -> tuple[str, str] | None:
+        """Return the texts before and after the JSON of the arguments in a call, or None if arguments are not JSON.
+
+        The call is written as the template renders it, without text before it.
+        """
+        before, after = self._call_pattern or (None, "")
+        return None if before is None else (before.replace(_NAME, name), after)
+
+    @functools.cached_property
+    def _call_pattern(self) -> tuple[str, str] | None:
+        """The value of `call_pattern` for the tool `_NAME`."""
+        if self._in_template_format and self.template.calls is not None:
+            text = self.template.written_call(_NAME, {_NAME: 1})
+        else:
+            text = self.format.render_call(ToolCall("call-0", _NAME, {_NAME: 1}))
+        before, *after = re.split(rf'\{{\s*"{_NAME}"\s*:\s*1\s*\}}', text)
+        if len(after) != 1:
+            return None
+        parsed = self.format.parse(f'{before}{{"{_NAME}": 2}}{after[0]}')
+        calls = [(call.name, call.arguments, call.error) for call in parsed.calls]
+        return (before, after[0]) if calls == [(_NAME, {_NAME: 2}, None)] and not parsed.content else None
+
+    @property
+    def thinking_end(self) -> str:
+        """Tag that ends the thinking with which each action begins; "" if actions do not begin with thinking."""
+        return "</think>" if self._open_tag else ""
 
     # --- comparison with re-encoding ---
 

@@ -19,7 +19,7 @@ from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Task, ToolResult, Turn, text_of
+from agentfly_kit.types import Task, ToolResult, Turn, images_of, text_of
 
 # Result of a check: sentence, number and effect of the finding, or None if there is nothing to report.
 Result: TypeAlias = tuple[str, float, float] | None
@@ -127,12 +127,12 @@ class Evidence:
 
     @cached_property
     def starts(self) -> dict[str, set[tuple[str, ...]]]:
-        """Texts before the first action of any author, keyed by task id."""
+        """Texts and images before the first action of any author, keyed by task id."""
         out: dict[str, set[tuple[str, ...]]] = {}
         for t in self.chains:
             turns = itertools.takewhile(lambda turn: not turn.completes_action, t.turns)
-            texts = tuple(text_of(m) for turn in turns for m in turn.messages)
-            out.setdefault(t.task.id, set()).add(texts)
+            messages = [m for turn in turns for m in turn.messages]
+            out.setdefault(t.task.id, set()).add((*map(repr, images_of(messages)), *map(text_of, messages)))
         return out
 
     @cached_property
@@ -152,7 +152,9 @@ class Evidence:
             for call in t.tool_calls[:1]:
                 if call.error is None and call.result is not None and call.result.error is None:
                     key = t.task.id, f"{call.name} {sorted(call.arguments.items())}"
-                    out.setdefault(key, set()).add(call.result.observation)
+                    out.setdefault(key, set()).add(
+                        "\n".join([call.result.observation, *map(repr, call.result.images)])
+                    )
         return out
 
     @cached_property

@@ -41,7 +41,12 @@ def read_request(body: Mapping[str, Any]) -> Request:
 def completion(request: Request, replies: list[Reply], answer_id: str) -> dict[str, Any]:
     """Return the response to a request as a chat completion object."""
     choices = [
-        {"index": i, "message": reply_message(reply), "finish_reason": reply.finish, "logprobs": logprobs}
+        {
+            "index": i,
+            "message": reply_message(reply),
+            "finish_reason": reply.finish,
+            "logprobs": logprobs,
+        }
         for i, (reply, logprobs) in enumerate(_with_logprobs(request, replies))
     ]
     begin = head(f"chatcmpl-{answer_id}", "chat.completion", request.model)
@@ -56,7 +61,8 @@ def chunks(request: Request, replies: list[Reply], answer_id: str) -> Iterator[s
         calls = delta.pop("tool_calls", None)
         if calls:
             delta["tool_calls"] = [{"index": k, **call} for k, call in enumerate(calls)]
-        choices.append({"index": i, "delta": delta, "finish_reason": None, "logprobs": logprobs})
+        begun = {"index": i, "delta": delta, "finish_reason": None}
+        choices.append({**begun, "logprobs": logprobs})
         choices.append({"index": i, "delta": {}, "finish_reason": reply.finish})
     begin = head(f"chatcmpl-{answer_id}", "chat.completion.chunk", request.model)
     return chunk_events(request, begin, choices, replies)
@@ -66,7 +72,12 @@ def _with_logprobs(request: Request, replies: list[Reply]) -> Iterator[tuple[Rep
     """Yield each reply with its logprobs if they are requested."""
     for reply in replies:
         content = [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode("utf-8", "replace")), "top_logprobs": []}
+            {
+                "token": text,
+                "logprob": logprob,
+                "bytes": list(text.encode("utf-8", "replace")),
+                "top_logprobs": [],
+            }
             for text, logprob in reply.tokens
         ]
         yield reply, {"content": content} if request.body.get("logprobs") else None
@@ -74,7 +85,9 @@ def _with_logprobs(request: Request, replies: list[Reply]) -> Iterator[tuple[Rep
 
 def reply_message(reply: Reply) -> dict[str, Any]:
     """Convert a sampled action to an assistant message in the format of the Chat Completions API."""
-    message: dict[str, Any] = {"role": "assistant", "content": reply.text or (None if reply.calls else "")}
+    message: dict[str, Any] = {"role": "assistant", "content": reply.text}
+    if reply.calls and not reply.text:
+        message["content"] = None
     if reply.thinking is not None:
         message["reasoning_content"] = reply.thinking
     if reply.calls:

@@ -115,7 +115,10 @@ class Endpoint(Displayable):
             SettingsError: if the package `openai` is not installed.
         """
         return _openai().AsyncOpenAI(
-            api_key=self.api_key, base_url=f"{_IN_PROCESS}/v1", http_client=self.http_client, max_retries=0
+            api_key=self.api_key,
+            base_url=f"{_IN_PROCESS}/v1",
+            http_client=self.http_client,
+            max_retries=0,
         )
 
     @cached_property
@@ -127,9 +130,14 @@ class Endpoint(Displayable):
 
         class Transport(httpx.AsyncBaseTransport):  # type: ignore[misc, name-defined]
             async def handle_async_request(transport, request: Any) -> Any:
-                answer = await self.handle(request.method, request.url.path, await request.aread())
-                headers = {"content-type": answer.content_type}
-                return httpx.Response(answer.status, headers=headers, content=answer.body, request=request)
+                body = await request.aread()
+                answer = await self.handle(request.method, request.url.path, body)
+                return httpx.Response(
+                    answer.status,
+                    headers={"content-type": answer.content_type},
+                    content=answer.body,
+                    request=request,
+                )
 
         return httpx.AsyncClient(transport=Transport(), base_url=f"{_IN_PROCESS}/v1")
 
@@ -162,7 +170,8 @@ class Endpoint(Displayable):
                 return _json_answer(_MODELS)
             if method != "POST":
                 raise RequestError(f"{method} {path} is not supported", status=404)
-            return _to_answer(await self._on_loop(self._answer(path, _read_json(body))))
+            work = self._answer(path, _read_json(body))
+            return _to_answer(await self._on_loop(work))
         except RequestError as error:
             return _json_answer(error.body, error.status)
         except (AgentFlyError, RecursionError) as error:  # the messages or tools are invalid or too deeply nested
@@ -191,8 +200,8 @@ class Endpoint(Displayable):
     async def _sample(self, request: Request) -> list[Reply]:
         for key, text in request.warnings:
             self._warn(key, text)
-        given = {name: getattr(request, name) for name in ("prompt", "author", "max_tokens", "stop")}
-        replies = [await self._reply(request.messages, request.tools, **given) for _ in range(request.n)]
+        given = (request.messages, request.tools, request.options)
+        replies = [await self._reply(*given) for _ in range(request.n)]
         counts = usage(replies)
         self.usage.requests += 1
         self.usage.prompt_tokens += counts["prompt_tokens"]
@@ -203,7 +212,8 @@ class Endpoint(Displayable):
         """Await `work` in the event loop of the chain, even if the caller uses a loop in another thread."""
         if asyncio.get_running_loop() is self._loop:
             return await work
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
+        running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return await asyncio.wrap_future(running)
 
     async def close(self) -> None:
         """Reject all further requests. The server is stopped if no other endpoint uses it."""

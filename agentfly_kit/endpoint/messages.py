@@ -45,8 +45,10 @@ def read_request(body: Mapping[str, Any]) -> Request:
             raise RequestError(
                 f"'tools': tools of the type {tool['type']!r} are not supported, only your own tools are"
             )
-    given = [function_tool(tool.get("name"), tool.get("description"), tool.get("input_schema")) for tool in tools]
-    return make_request(body, messages, given, "max_tokens", stop=body.get("stop_sequences"))
+    given = [(tool.get("name"), tool.get("description"), tool.get("input_schema")) for tool in tools]
+    own = [function_tool(*fields) for fields in given]
+    stop = body.get("stop_sequences")
+    return make_request(body, messages, own, "max_tokens", stop=stop)
 
 
 def _read_message(role: Any, content: Any, where: str) -> Iterator[dict[str, Any]]:
@@ -60,7 +62,8 @@ def _read_message(role: Any, content: Any, where: str) -> Iterator[dict[str, Any
     for block in content:
         kind = block.get("type")
         if kind == "tool_use" and role == "assistant":
-            calls.append(function_call(block.get("id"), block.get("name"), json.dumps(block.get("input"))))
+            arguments = json.dumps(block.get("input"))
+            calls.append(function_call(block.get("id"), block.get("name"), arguments))
         elif kind == "tool_result" and role == "user":
             if texts:
                 yield {"role": role, "content": texts}
@@ -71,7 +74,10 @@ def _read_message(role: Any, content: Any, where: str) -> Iterator[dict[str, Any
         elif kind not in _THINKING:
             texts += _text([block], where)
     if texts or calls or not results:
-        yield {"role": role, "content": texts, **({"tool_calls": calls} if calls else {})}
+        out = {"role": role, "content": texts}
+        if calls:
+            out["tool_calls"] = calls
+        yield out
 
 
 def _text(content: Any, where: str) -> Any:
@@ -95,7 +101,8 @@ def response(request: Request, reply: Reply, answer_id: str) -> dict[str, Any]:
     if reply.text or not reply.calls:
         content.append({"type": "text", "text": reply.text})
     for call in reply.calls:
-        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": json.loads(call.arguments)})
+        arguments = json.loads(call.arguments)
+        content.append({"type": "tool_use", "id": call.id, "name": call.name, "input": arguments})
     counts = usage([reply])
     stopped = reply.finish == "stop" and reply.stop_string is not None
     return {
@@ -117,15 +124,22 @@ def events(answer: dict[str, Any]) -> Iterator[str]:
         return sse({"type": kind, **data}, kind)
 
     ends = {"stop_reason": answer["stop_reason"], "stop_sequence": answer["stop_sequence"]}
-    begun = {**answer, "content": [], **dict.fromkeys(ends), "usage": {**answer["usage"], "output_tokens": 0}}
+    begun = {
+        **answer,
+        "content": [],
+        **dict.fromkeys(ends),
+        "usage": {**answer["usage"], "output_tokens": 0},
+    }
     yield event("message_start", message=begun)
     for i, block in enumerate(answer["content"]):
         kind = block["type"]
-        name = "input" if kind == "tool_use" else kind
-        delta = {"type": f"{kind}_delta", name: block[name]}
         if kind == "tool_use":
+            empty = {**block, "input": {}}
             delta = {"type": "input_json_delta", "partial_json": json.dumps(block["input"])}
-        yield event("content_block_start", index=i, content_block={**block, name: {} if kind == "tool_use" else ""})
+        else:
+            empty = {**block, kind: ""}
+            delta = {"type": f"{kind}_delta", kind: block[kind]}
+        yield event("content_block_start", index=i, content_block=empty)
         yield event("content_block_delta", index=i, delta=delta)
         yield event("content_block_stop", index=i)
     yield event("message_delta", delta=ends, usage=answer["usage"])

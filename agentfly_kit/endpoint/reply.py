@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +25,28 @@ class ReplyCall:
     id: str
     name: str
     arguments: str
+
+
+@dataclass(frozen=True)
+class ReplyOptions:
+    """Options of a request for a reply.
+
+    Attributes:
+        prompt: Text or token ids that replace the messages. If it begins with the ids of the row of an earlier prompt,
+            it continues this row. The reply is not parsed.
+        author: Author recorded for the action; by default the agent's name.
+        max_tokens: Maximum number of tokens; `Sampling.max_tokens` of the agent applies if it is smaller.
+        stop: Additional stop strings.
+        must_call: Name of the tool that the reply must call, "" for any tool, or None.
+        schema: JSON schema of a reply that calls no tool, or None.
+    """
+
+    prompt: str | Sequence[int] | None = None
+    author: str | None = None
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    must_call: str | None = None
+    schema: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Se
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from agentfly_kit.endpoint.reply import Reply, RequestError
+from agentfly_kit.endpoint.reply import Reply, ReplyOptions, RequestError
 
 MODEL = "policy"
 _MAX_CHOICES = 16
@@ -18,20 +18,14 @@ _IGNORED = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequ
 
 @dataclass(frozen=True)
 class Request:
-    """Parsed request. `warnings` contains a pair (name, warning) for each ignored parameter of `body`.
-
-    `prompt` is text or token ids in place of messages.
-    """
+    """Parsed request for `n` replies. `warnings` contains a pair (name, warning) for each ignored parameter."""
 
     body: Mapping[str, Any]
     messages: Sequence[Any]
     tools: Sequence[Any]
-    author: str | None
-    max_tokens: int | None
-    stop: tuple[str, ...]
+    options: ReplyOptions
     n: int
     warnings: tuple[tuple[str, str], ...]
-    prompt: str | Sequence[int] | None = None
 
     @property
     def stream(self) -> bool:
@@ -60,7 +54,7 @@ def make_request(
     """Return a request for messages and tools, or a prompt. `limits` are the names of its maximum number of tokens.
 
     Raises:
-        RequestError: if `n` is invalid.
+        RequestError: if `n` or the format of the reply is invalid.
     """
     n = n or 1
     if not isinstance(n, int) or not 1 <= n <= _MAX_CHOICES:
@@ -68,34 +62,52 @@ def make_request(
     return Request(
         body=body,
         messages=messages,
-        tools=[] if tool_choice(body) == "none" else tools or [],
-        author=_author(body),
-        max_tokens=next((body[name] for name in limits if body.get(name) is not None), None),
-        stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+        tools=[] if body.get("tool_choice") in ("none", {"type": "none"}) else tools or [],
+        options=ReplyOptions(
+            prompt=prompt,
+            author=_author(body),
+            max_tokens=next((body[name] for name in limits if body.get(name) is not None), None),
+            stop=(stop,) if isinstance(stop, str) else tuple(stop or ()),
+            must_call=_must_call(body),
+            schema=_schema(body),
+        ),
         n=n,
         warnings=tuple(_ignored(body)),
-        prompt=prompt,
     )
-
-
-def tool_choice(body: Mapping[str, Any]) -> Any:
-    """Return the kind of the tool choice of a request: a string, or the type of an object such as a named tool."""
-    choice = body.get("tool_choice")
-    return choice.get("type") if isinstance(choice, Mapping) else choice
 
 
 def _ignored(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name in _IGNORED:
         if body.get(name) is not None:
             yield name, f"the harness asked for {name}={body[name]!r}; Agent(sampling=) decides instead"
-    if tool_choice(body) not in (None, "auto", "none"):
-        yield "tool_choice", f"the harness asked for tool_choice={body['tool_choice']!r}, which is treated as 'auto'"
+
+
+def _must_call(body: Mapping[str, Any]) -> str | None:
+    """Return the name of the tool that the reply must call, "" for any tool, or None."""
+    choice = body.get("tool_choice")
+    if choice in ("required", {"type": "required"}):
+        return ""
+    if not isinstance(choice, Mapping):
+        return None
+    if choice.get("type") == "any":
+        return ""
+    if choice.get("type") not in ("function", "tool"):
+        return None
+    return str((choice.get("function") or choice).get("name"))
+
+
+def _schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Return the JSON schema of the format of the reply, or None for text."""
     form = body.get("response_format")
     for name in ("text", "output_config"):  # in the Responses API and the Messages API
         if form is None and isinstance(body.get(name), Mapping):
             form = body[name].get("format")
-    if isinstance(form, Mapping) and form.get("type") not in (None, "text"):
-        yield "response_format", f"the harness asked for the format {form.get('type')!r}, which is not enforced"
+    if not form or (kind := form.get("type")) in (None, "text"):
+        return None
+    schema = {"type": "object"} if kind == "json_object" else (form.get("json_schema") or form).get("schema")
+    if not isinstance(schema, Mapping):
+        raise RequestError(f"the format of the reply must be text, json_object or json_schema, got {form!r:.80}")
+    return schema
 
 
 def _author(body: Mapping[str, Any]) -> str | None:

@@ -42,13 +42,15 @@ def read_messages(body: Mapping[str, Any], earlier: list[dict[str, Any]]) -> lis
     for i, item in enumerate(items):
         kind = item.get("type", "message")
         if kind == "message":
-            messages.append({"role": item.get("role"), "content": _text(item.get("content"), i)})
+            content = _text(item.get("content"), i)
+            messages.append({"role": item.get("role"), "content": content})
         elif kind == "function_call":
             call = function_call(item.get("call_id"), item.get("name"), item.get("arguments"))
             # In this API, the text and the tool calls of an action are separate items; a chat message contains both.
             if not messages or messages[-1]["role"] != "assistant":
                 messages.append({"role": "assistant", "content": ""})
-            messages[-1]["tool_calls"] = [*messages[-1].get("tool_calls", ()), call]
+            last = messages[-1]
+            last["tool_calls"] = [*last.get("tool_calls", ()), call]
         elif kind == "function_call_output":
             content = _text(item.get("output"), i)
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
@@ -76,7 +78,8 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     for tool in tools:
         if tool.get("type") != "function":
             raise RequestError(f"'tools': only functions are supported, got {tool!r:.80}")
-    return [function_tool(tool.get("name"), tool.get("description"), tool.get("parameters")) for tool in tools]
+    given = [(tool.get("name"), tool.get("description"), tool.get("parameters")) for tool in tools]
+    return [function_tool(*fields) for fields in given]
 
 
 def response(reply: Reply, answer_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -155,15 +158,18 @@ def events(answer: dict[str, Any]) -> Iterator[str]:
             empty = {**part, "text": ""}
             begun_item = {**item, "status": "in_progress", "content": []}
             yield event("response.output_item.added", output_index=i, item=begun_item)
-            yield event("response.content_part.added", **at, content_index=0, part=empty)
-            yield event("response.output_text.delta", **at, content_index=0, delta=part["text"], logprobs=[])
-            yield event("response.output_text.done", **at, content_index=0, text=part["text"], logprobs=[])
-            yield event("response.content_part.done", **at, content_index=0, part=part)
+            at["content_index"] = 0
+            yield event("response.content_part.added", **at, part=empty)
+            text = part["text"]
+            yield event("response.output_text.delta", **at, delta=text, logprobs=[])
+            yield event("response.output_text.done", **at, text=text, logprobs=[])
+            yield event("response.content_part.done", **at, part=part)
         else:
             begun_item = {**item, "status": "in_progress", "arguments": ""}
             yield event("response.output_item.added", output_index=i, item=begun_item)
-            yield event("response.function_call_arguments.delta", **at, delta=item["arguments"])
-            yield event("response.function_call_arguments.done", **at, arguments=item["arguments"], name=item["name"])
+            name, arguments = item["name"], item["arguments"]
+            yield event("response.function_call_arguments.delta", **at, delta=arguments)
+            yield event("response.function_call_arguments.done", **at, arguments=arguments, name=name)
         yield event("response.output_item.done", output_index=i, item=item)
     done = "response.incomplete" if answer["status"] == "incomplete" else "response.completed"
     yield event(done, response=answer)

@@ -26,21 +26,36 @@ def read_request(body: Mapping[str, Any]) -> Request:
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and not isinstance(prompt[0], int):
         prompt = prompt[0]  # a batch of one prompt
-    if not isinstance(prompt, str) and not (isinstance(prompt, list) and all(type(id) is int for id in prompt)):
+    is_ids = isinstance(prompt, list) and all(type(id) is int for id in prompt)
+    if not is_ids and not isinstance(prompt, str):
         raise RequestError(f"'prompt' must be one text or one list of token ids, got {prompt!r:.80}")
-    return make_request(body, (), (), "max_tokens", stop=body.get("stop"), n=body.get("n"), prompt=prompt)
+    return make_request(
+        body,
+        (),
+        (),
+        "max_tokens",
+        stop=body.get("stop"),
+        n=body.get("n"),
+        prompt=prompt,
+    )
 
 
 def _choices(request: Request, replies: list[Reply]) -> list[dict[str, Any]]:
     choices = []
     for i, reply in enumerate(replies):
-        choice = {"index": i, "text": reply.text, "finish_reason": reply.finish, "logprobs": None}
+        choice = {
+            "index": i,
+            "text": reply.text,
+            "finish_reason": reply.finish,
+            "logprobs": None,
+        }
         if request.body.get("logprobs") is not None:
             texts = [text for text, _ in reply.tokens]
+            ends = list(itertools.accumulate(map(len, texts)))
             choice["logprobs"] = {
                 "tokens": texts,
                 "token_logprobs": [logprob for _, logprob in reply.tokens],
-                "text_offset": list(itertools.accumulate(map(len, texts[:-1]), initial=0)) if texts else [],
+                "text_offset": [0, *ends[:-1]] if texts else [],
                 "top_logprobs": None,
             }
         if request.body.get("return_token_ids"):  # as in vLLM

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import EngineError, SettingsError
-from agentfly_kit.samples import Sample, Sampling, TurnRequest
+from agentfly_kit.samples import Constraint, Sample, Sampling, TurnRequest
 from agentfly_kit.types import Task
 
 
@@ -84,6 +84,13 @@ class Engine(Displayable, ABC):
     async def check_teacher(self, chat: Chat, length: int) -> None:
         """Raise SettingsError unless this engine can score `length` ids from the tokenizer of `chat`."""
         raise SettingsError(f"teacher must be a Policy, a VLLMEngine, or an OpenAIEngine for vLLM, got {self!r}")
+
+    def constraint_obstacle(self) -> str:
+        """Return the reason why the engine does not enforce `TurnRequest.constraint`, or "" if it does."""
+        return f"{type(self).__name__} cannot constrain sampling; use LocalEngine"
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        """Raise SettingsError if the engine enforces constraints but not this one."""
 
     async def update(self, policy: Any) -> None:
         """Use the weights of `policy` for all further sampling."""

@@ -270,6 +270,9 @@ class OpenAIEngine(Engine):
             )
         return await self._sample_text(request, sampling, began)
 
+    def constraint_obstacle(self) -> str:
+        return "exact tokens of a server have no kept mass; use tokens='none', or LocalEngine" if self._exact else ""
+
     async def _sample_ids(self, ids: Sequence[int], sampling: Sampling, began: float) -> Sample:
         if not self.stop_ids:
             raise EngineError("exact tokens require stop_ids=, the ids that end a turn, such as policy.chat.stop_ids")
@@ -345,6 +348,8 @@ class OpenAIEngine(Engine):
         }
         if request.tools:
             body["tools"] = list(request.tools)
+        if request.constraint is not None:
+            body |= json.loads(request.constraint.body)
         # Servers may reject options that the API lacks, so send those only if they are set.
         options = {"top_k": sampling.top_k, "min_p": sampling.min_p, "stop": sampling.stop}
         body |= {name: value for name, value in options.items() if value != getattr(Sampling(), name)}

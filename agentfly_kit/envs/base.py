@@ -229,7 +229,7 @@ async def _replay(environment: Any, sandbox_type: type, context: Context, trajec
             if await _episode_is_done(environment):
                 return
             got = await Tool.invoke(Tool.__get__(methods[call.name], environment), call.arguments, context)
-            if (got.ok, got.observation) != (call.result.ok, call.result.observation):
+            if (got.ok, got.observation, got.images) != (call.result.ok, call.result.observation, call.result.images):
                 raise SandboxError(
                     f"{sandbox_type.__name__}.{call.name} returned {got.observation!r} on replay but "
                     f"{call.result.observation!r} originally: the final state of this chain cannot be restored"

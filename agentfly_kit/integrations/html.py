@@ -21,7 +21,6 @@ from agentfly_kit.types import images_of, text_of
 if TYPE_CHECKING:
     from agentfly_kit._doctor import Diagnosis
     from agentfly_kit.agent.agent import Agent
-    from agentfly_kit.agent.chain_editing import Chain
     from agentfly_kit.agent.rollout import Rollout, RolloutDiff, Trajectories
     from agentfly_kit.agent.runner import RolloutHandle
     from agentfly_kit.batch.batch import Batch
@@ -107,10 +106,12 @@ def table(head: Sequence[str], rows: Iterable[Iterable[Any]], limit: int = 400, 
         f"<th style='{RIGHT if aside else LEFT}'>{escape(name)}</th>" for name, aside in zip(head, right, strict=True)
     )
     body = "".join(f"<tr>{''.join(cell(value, limit) for value in row)}</tr>" for row in cells)
-    return (
-        f"{TABLE}{f'<thead><tr>{top}</tr></thead>' if head else ''}<tbody>{body}</tbody></table>"
-        f"{f'<p>and {more:,} more</p>' if more else ''}"
-    )
+    top = f"<thead><tr>{top}</tr></thead>" if head else ""
+    return f"{TABLE}{top}<tbody>{body}</tbody></table>{_more(more)}"
+
+
+def _more(count: int, what: str = "more") -> str:
+    return f"<p>and {count:,} {what}</p>" if count > 0 else ""
 
 
 def definition_table(title: Any, pairs: Mapping[str, Any], limit: int = 400) -> str:
@@ -131,11 +132,12 @@ def details(summary: str, content: str, *, is_open: bool = False) -> str:
 
 def task(task: Task) -> str:
     content = table(("role", "content"), ((m["role"], Code(text_of(m))) for m in task.messages), 2000)
-    values = {name: Code(value if isinstance(value, str) else repr(value)) for name, value in task.fields.items()}
-    fields = details(f"fields: {', '.join(task.fields)}", table((), values.items()), is_open=True)
-    return (
-        heading(f"Task {task.id}") + content + _pictures(images_of(task.messages)) + (fields if task.fields else "")
-    )
+    out = heading(f"Task {task.id}") + content + _pictures(images_of(task.messages))
+    if task.fields:
+        values = {name: Code(_as_text(value)) for name, value in task.fields.items()}
+        summary = f"fields: {', '.join(task.fields)}"
+        out += details(summary, table((), values.items()), is_open=True)
+    return out
 
 
 def tasks(tasks: Tasks) -> str:
@@ -149,8 +151,8 @@ def tasks(tasks: Tasks) -> str:
         )
         for task, split in list(zip(tasks._tasks, tasks._splits, strict=True))[:10]
     ]
-    more = f"<p>and {len(tasks) - 10} more</p>" if len(tasks) > 10 else ""
-    return heading(tasks) + table(("id", "split", "question", *fields), rows, 120) + more
+    head = ("id", "split", "question", *fields)
+    return heading(tasks) + table(head, rows, 120) + _more(len(tasks) - 10)
 
 
 def _as_text(value: Any) -> str:
@@ -167,10 +169,14 @@ def token_distribution(distribution: Distribution) -> str:
 
 
 def sql_result(result: SQLResult) -> str:
-    head = heading(f"{len(result.rows):,} rows" + (", cut off" if result.truncated else "")) if result.columns else ""
-    note = f"<pre>{escape(result.error or repr(result), 2000)}</pre>" if result.error or not result.columns else ""
-    rows = (row[:20] for row in result.rows)
-    return head + (table(result.columns[:20], rows, 200, max_rows=20) if result.columns else "") + note
+    out = ""
+    if result.columns:
+        out = heading(f"{len(result.rows):,} rows" + (", cut off" if result.truncated else ""))
+        rows = (row[:20] for row in result.rows)
+        out += table(result.columns[:20], rows, 200, max_rows=20)
+    if result.error or not result.columns:
+        out += f"<pre>{escape(result.error or repr(result), 2000)}</pre>"
+    return out
 
 
 def tool_call(call: ToolCall) -> str:
@@ -209,7 +215,7 @@ def trajectory(trajectory: Trajectory) -> str:
         f"{escape(turn.text)}</code>{_pictures(images_of(turn.messages))}</td></tr>"
         for i, turn in enumerate(trajectory.turns[:limit])
     )
-    more = f"<p>and {len(trajectory.turns) - limit} more turns</p>" if len(trajectory.turns) > limit else ""
+    more = _more(len(trajectory.turns) - limit, "more turns")
     return (
         f"<p><b>{escape(trajectory.id)}</b>: {escape(trajectory.explain())}</p>"
         f"{TABLE}<thead><tr><th></th>{'<th>row</th>' if several else ''}{left}kind</th>{left}author</th>"
@@ -218,20 +224,15 @@ def trajectory(trajectory: Trajectory) -> str:
     )
 
 
-def chain(chain: Chain) -> str:
-    return trajectory(chain.snapshot())
-
-
 def group(group: Group) -> str:
     rows = ((t.chain, t.reward, t.stop, len(t.actions), t.explain()) for t in group.trajectories[:50])
-    more = f"<p>and {len(group) - 50} more</p>" if len(group) > 50 else ""
-    return heading(group) + table(("chain", "reward", "stop", "actions", "explanation"), rows) + more
+    head = ("chain", "reward", "stop", "actions", "explanation")
+    return heading(group) + table(head, rows) + _more(len(group) - 50)
 
 
 def trajectories(trajectories: Trajectories) -> str:
     rows = ((t.id, t.reward, t.explain()) for t in trajectories[:8])  # `explain` is slow for long texts
-    more = f"<p>and {len(trajectories) - 8:,} more</p>" if len(trajectories) > 8 else ""
-    return table(("chain", "reward", "explanation"), rows) + more
+    return table(("chain", "reward", "explanation"), rows) + _more(len(trajectories) - 8)
 
 
 def rollout(rollout: Rollout) -> str:
@@ -296,7 +297,9 @@ def stats(stats: Stats) -> str:
 
 
 def evaluation(evaluation: Evaluation) -> str:
-    return heading(evaluation) + table((), (evaluation.summary() | evaluation.metrics | evaluation.summary()).items())
+    summary = evaluation.summary()
+    numbers = summary | evaluation.metrics | summary
+    return heading(evaluation) + table((), numbers.items())
 
 
 def drift(drift: Drift) -> str:
@@ -382,17 +385,13 @@ def reward_set(rewards: RewardSet) -> str:
 
 
 def reward_trace(trace: Score) -> str:
-    rows = [("argument", key, _short(value)) for key, value in trace.arguments.items()]
+    rows = [("argument", key, Code(repr(value))) for key, value in trace.arguments.items()]
     rows += [("metric", key, Code(f"{value:g}")) for key, value in trace.metrics.items() if key != trace.name]
-    rows += [("extra", key, _short(value)) for key, value in trace.extras.items()]
+    rows += [("extra", key, Code(repr(value))) for key, value in trace.extras.items()]
     rows += [("turn reward", str(turn), Code(f"{value:g}")) for turn, value in trace.turn_rewards.items()]
     failed = f"<pre>{escape(trace.error.traceback or str(trace.error), 4000)}</pre>" if trace.error else ""
     value = "unscored" if trace.reward is None else f"{trace.reward:g}"
     return heading(f"{trace.name}: {value}") + table(("", "name", "value"), rows) + failed
-
-
-def _short(value: Any) -> Code:
-    return Code(repr(value))
 
 
 def chat_report(report: ChatReport) -> str:
@@ -412,13 +411,11 @@ _SHAPE = {
 def policy(policy: Policy) -> str:
     model = policy.model.get_base_model() if policy.has_adapter else policy.model
     config = model.config.get_text_config()
-    shape = {
-        name: getattr(config, key) for name, key in _SHAPE.items() if isinstance(getattr(config, key, None), int)
-    }
+    given = {name: getattr(config, key, None) for name, key in _SHAPE.items()}
+    shape = {name: size for name, size in given.items() if isinstance(size, int)}
     trainable = sum(p.numel() for p in policy.model.parameters() if p.requires_grad)
-    value = {"ValueHead": "a linear head", "Critic": "a separate critic"}.get(
-        type(policy.value_head).__name__, "none"
-    )
+    heads = {"ValueHead": "a linear head", "Critic": "a separate critic"}
+    value = heads.get(type(policy.value_head).__name__, "none")
     numbers = {"parameters": policy.size, "trainable": trainable, **shape, "value": value, "version": policy.version}
     return definition_table(policy, {**numbers, "device": str(policy.device), "chat": repr(policy.chat)})
 
@@ -475,13 +472,13 @@ def findings(findings: Findings) -> str:
 
 
 _RENDERERS: dict[str, Callable[[Any], str]] = {
-    "Agent": agent, "Batch": batch, "Chain": chain, "ChatReport": chat_report, "Diagnosis": diagnosis, "Drift": drift,
+    "Agent": agent, "Batch": batch, "ChatReport": chat_report, "Diagnosis": diagnosis, "Drift": drift,
     "Evaluation": evaluation, "Findings": findings, "Fleet": fleet, "Group": group, "Policy": policy, "Pool": pool,
     "Reward": reward, "RewardSet": reward_set, "SQLResult": sql_result, "Score": reward_trace, "Rollout": rollout,
     "RolloutDiff": rollout_diff, "RolloutHandle": rollout_handle, "Run": run, "Runs": runs, "Stats": stats,
     "Task": task, "Tasks": tasks, "Distribution": token_distribution, "Tool": tool, "ToolCall": tool_call,
-    "ToolSet": tool_set, "TrainRun": run, "Trajectory": trajectory,
-    "Trajectories": trajectories, "Image": lambda image: image.full_html,
+    "ToolSet": tool_set, "TrainRun": run, "Trajectory": trajectory, "Trajectories": trajectories,
+    "Chain": lambda chain: trajectory(chain.snapshot()), "Image": lambda image: image.full_html,
 }  # fmt: skip
 
 

@@ -16,12 +16,15 @@ from typing import Any
 
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import AgentFlyError, TaskError
-from agentfly_kit.types import Message, Turn
+from agentfly_kit.integrations.html import is_number
+from agentfly_kit.types import Message, Turn, text_of
 
 _SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "function_call": "assistant", "observation": "tool", "tool": "tool", "function_response": "tool",
 }  # fmt: skip
+# Blocks of content that become other parts of a message, or other messages.
+_BLOCKS = {"tool_use", "tool_result", "thinking", "reasoning"}
 # Values of a score in Inspect.
 _INSPECT_VALUES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 
@@ -31,23 +34,31 @@ def conversation(columns: dict[str, Any], location: str) -> list[Any] | None:
     if isinstance(columns.get("conversations"), list):
         messages = [_from_sharegpt(message, location) for message in columns.pop("conversations")]
     elif isinstance(columns.get("messages"), list):
-        messages = [part for message in columns.pop("messages") for part in _without_blocks(message)]
+        messages = []
+        for message in columns.pop("messages"):
+            messages += _without_blocks(message)
     else:
         return None
     if columns.get("system"):
-        messages.insert(0, {"role": "system", "content": _block_text(columns.pop("system"))})
+        content = _join_blocks(columns.pop("system"))
+        messages.insert(0, {"role": "system", "content": content})
     return messages
 
 
 def inspect_samples(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a row with messages and numbers for each sample of a log of Inspect."""
     for sample in columns["samples"]:
-        scores = {name: given["value"] for name, given in (sample.get("scores") or {}).items()}
-        row = {name: _INSPECT_VALUES.get(value, value) for name, value in scores.items()}
-        numbers = [value for value in row.values() if isinstance(value, int | float)]
-        fields = {"id": sample["id"], "answer": sample.get("target"), "error": sample.get("error")}
-        reward = {"reward": sum(numbers) / len(numbers)} if numbers else {}
-        yield {**(sample.get("metadata") or {}), **fields, **row, **reward, "messages": sample["messages"]}
+        row = dict(sample.get("metadata") or {})
+        row["id"], row["messages"] = sample["id"], sample["messages"]
+        row["answer"], row["error"] = sample.get("target"), sample.get("error")
+        numbers = []
+        for name, score in (sample.get("scores") or {}).items():
+            row[name] = _INSPECT_VALUES.get(score["value"], score["value"])
+            if is_number(row[name]):
+                numbers.append(row[name])
+        if numbers:
+            row["reward"] = sum(numbers) / len(numbers)
+        yield row
 
 
 def _from_sharegpt(given: Any, location: str) -> Message:
@@ -61,7 +72,9 @@ def _from_sharegpt(given: Any, location: str) -> Message:
             calls = json.loads(text)
         except (TypeError, ValueError):
             raise TaskError(f"{location}: a function_call must contain JSON, got {text!r:.60}") from None
-        message |= {"content": "", "tool_calls": calls if isinstance(calls, list) else [calls]}
+        if not isinstance(calls, list):
+            calls = [calls]
+        message |= {"content": "", "tool_calls": calls}
     return message
 
 
@@ -69,27 +82,32 @@ def _without_blocks(message: Any) -> Iterator[Any]:
     """Yield the messages that correspond to a message whose content may consist of Anthropic's blocks."""
     content = message.get("content") if isinstance(message, Mapping) else None
     blocks = content if isinstance(content, list) else []
-    kinds = {block.get("type") for block in blocks if isinstance(block, Mapping)}
-    if not kinds & {"tool_use", "tool_result", "thinking", "reasoning"}:
+    kinds = [block.get("type") if isinstance(block, Mapping) else None for block in blocks]
+    if not _BLOCKS.intersection(kinds):
         yield message
         return
-    rest = [block for block in blocks if block["type"] not in ("tool_use", "tool_result", "thinking", "reasoning")]
-    calls = [
-        {"id": block["id"], "function": {"name": block["name"], "arguments": block["input"]}}
-        for block in blocks
-        if block["type"] == "tool_use"
-    ]
-    thoughts = [block.get("thinking") or block.get("reasoning") or "" for block in blocks]
-    for block in blocks:
-        if block["type"] == "tool_result":
-            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": _block_text(block.get("content"))}
+    calls, thoughts, rest = [], [], []
+    for kind, block in zip(kinds, blocks, strict=True):
+        if kind == "tool_result":
+            text = _join_blocks(block.get("content"))
+            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
+        elif kind == "tool_use":
+            function = {"name": block["name"], "arguments": block["input"]}
+            calls.append({"id": block["id"], "function": function})
+        elif kind in ("thinking", "reasoning"):
+            thoughts.append(block[kind])
+        else:
+            rest.append(block)
     if rest or calls or message["role"] == "assistant":
         out = {**message, "content": rest or ""}
-        out |= {"tool_calls": calls} if calls else {}
-        yield out | ({"reasoning_content": "\n".join(filter(None, thoughts))} if any(thoughts) else {})
+        if calls:
+            out["tool_calls"] = calls
+        if thoughts:
+            out["reasoning_content"] = "\n".join(thoughts)
+        yield out
 
 
-def _block_text(content: Any) -> Any:
+def _join_blocks(content: Any) -> Any:
     """Return the content of a tool result or a system message, with a list of text blocks joined."""
     if isinstance(content, list) and all(isinstance(b, Mapping) and "text" in b for b in content):
         return "".join(block["text"] for block in content)
@@ -99,7 +117,12 @@ def _block_text(content: Any) -> Any:
 # --- token ids -----------------------------------------------------------------------------------
 
 
-def encoded(turns: Sequence[Turn], tools: Sequence[dict[str, Any]], chat: Chat, location: str) -> list[Turn]:
+def encoded(
+    turns: Sequence[Turn],
+    tools: Sequence[dict[str, Any]],
+    chat: Chat,
+    location: str,
+) -> list[Turn]:
     """Return the turns of a conversation with the token ids that an agent with this chat would have.
 
     Actions consist of the text that the chat template renders for the message, and a stop token. No turn is sampled.
@@ -111,8 +134,8 @@ def encoded(turns: Sequence[Turn], tools: Sequence[dict[str, Any]], chat: Chat, 
     try:
         for i, turn in enumerate(turns):
             before = out[-1] if out else None
-            history = [message for t in out[_row_start(out) :] for message in t.messages]
             row = before.row if before else 0
+            history = [m for t in out if t.row == row for m in t.messages]
             if turn.kind == "action":
                 ids = _action_ids(chat, history, turn, tools)
             elif before is None or chat.needs_rerender(turn.messages):
@@ -122,45 +145,52 @@ def encoded(turns: Sequence[Turn], tools: Sequence[dict[str, Any]], chat: Chat, 
                 ids = chat.prompt(turn.messages, tools)
             else:
                 _require_results(before, turn)
-                # A row ends with an action: no engine receives the observation after the last one.
-                last = i == len(turns) - 1
-                ids = () if last else chat.observation_ids(turn.messages, tools, after=before.ids or ())
-            texts: dict[str, Any] = {"text": chat.text(ids), "token_texts": chat.token_texts(ids)} if ids else {}
-            out.append(replace(turn, ids=ids, parent=before, row=row, **texts))
+                ids = ()
+                if i < len(turns) - 1:  # no engine receives the observation after the last action
+                    ids = chat.observation_ids(turn.messages, tools, after=before.ids or ())
+            if ids:
+                turn = replace(turn, text=chat.text(ids), token_texts=chat.token_texts(ids))
+            out.append(replace(turn, ids=ids, parent=before, row=row))
     except AgentFlyError as error:
         raise TaskError(f"{location}: the chat cannot encode the conversation: {error}") from error
     return out
 
 
-def _row_start(turns: Sequence[Turn]) -> int:
-    return max((i for i, turn in enumerate(turns) if turn.kind == "prompt"), default=0)
-
-
 def _require_results(before: Turn | None, turn: Turn) -> None:
-    missing = {call.id for call in before.tool_calls} - {call.id for call in turn.tool_calls} if before else set()
+    if before is None:
+        return
+    made = {call.id for call in before.tool_calls}
+    missing = made - {call.id for call in turn.tool_calls}
     if missing:
         raise TaskError(f"the calls {', '.join(sorted(missing))} must have results")
 
 
-def _action_ids(chat: Chat, history: list[Message], turn: Turn, tools: Sequence[dict[str, Any]]) -> tuple[int, ...]:
+def _action_ids(
+    chat: Chat,
+    history: list[Message],
+    turn: Turn,
+    tools: Sequence[dict[str, Any]],
+) -> tuple[int, ...]:
     (message,) = turn.messages
-    if broken := [call for call in turn.tool_calls if call.error is not None]:
-        raise TaskError(f"the call {broken[0].id} of {broken[0].name} is invalid: {broken[0].error}")
+    for call in turn.tool_calls:
+        if call.error is not None:
+            raise TaskError(f"the call {call.id} of {call.name} is invalid: {call.error}")
     prompt = chat.template.render(*chat._prepare(history, tools), generate=True)
     whole = chat.template.render(*chat._prepare([*history, message], tools), generate=False)
     text = whole.removeprefix(prompt)
     end, stop = max((text.rfind(stop), stop) for stop in chat.template.stops())
     if text == whole or end < 0:  # the template renders history differently, or without an end-of-turn token
-        thinking = f"{message.get('thinking') or ''}\n</think>\n\n" if chat._open_tag else ""
-        text = thinking + chat._with_written_calls(message)["content"]
-        end, stop = len(text), chat.token_texts(chat.stop_ids[:1])[0]
+        text = chat._with_written_calls(message)["content"]
+        if chat._open_tag:
+            thinking = message.get("thinking") or ""
+            text = f"{thinking}\n</think>\n\n{text}"
+        end = len(text)
+        (stop,) = chat.token_texts(chat.stop_ids[:1])
     ids = (*chat.encode(text[:end]), *chat.encode(stop))
     parsed = chat.parse(ids, tools)
     wanted = [(call.name, call.arguments) for call in turn.tool_calls]
-    if (
-        parsed.content.strip() != message["content"].strip()
-        or [(c.name, c.arguments) for c in parsed.calls] != wanted
-    ):
+    found = [(call.name, call.arguments) for call in parsed.calls]
+    if parsed.content.strip() != text_of(message).strip() or found != wanted:
         raise TaskError(
             f"an action is rendered as {text[:end]!r:.200}, which would not be parsed as the same message"
         )

@@ -217,6 +217,7 @@ class LanguageModel:
         value: bool = False,
         sum_squared_probs: bool = False,
         layers: Sequence[int] | None = None,
+        row_keys: Tensor | None = None,
     ) -> ForwardOutput:
         """Compute logprobs and, optionally, entropies and values where the mask is 1, with gradients.
 
@@ -231,6 +232,7 @@ class LanguageModel:
             value: Whether to compute values; the policy must have a value head.
             sum_squared_probs: Whether to compute the sum of squared probabilities over the vocabulary.
             layers: Indices of L layers. Their hidden states, (N, L, d), are also returned; see `hidden`.
+            row_keys: Keys, (B, T), of which rows with a common prefix share its computation; the ids if None.
 
         Raises:
             AlignmentError: If the mask is 1 at position 0, which no earlier token can predict.
@@ -240,7 +242,7 @@ class LanguageModel:
         """
         self.check_head()
         rows, cols = mask.nonzero(as_tuple=True)
-        packed, place = self._locate_states(ids, mask)
+        packed, place = self._locate_states(ids, mask, row_keys)
         # Positions with the same prefix share a hidden state, whose logits are computed only once. `each` maps each
         # position to the index of its state.
         each: Tensor | None = None
@@ -298,7 +300,9 @@ class LanguageModel:
         joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
         return joined | {"logprob": joined["logprob"][torch.cat(order).argsort()]}
 
-    def _locate_states(self, ids: Tensor, mask: Tensor) -> tuple[PackedTrees | None, Tensor]:
+    def _locate_states(
+        self, ids: Tensor, mask: Tensor, row_keys: Tensor | None = None
+    ) -> tuple[PackedTrees | None, Tensor]:
         """Return prefix trees, or None for separate rows, and the indices of the states that predict the N tokens.
 
         The indices, (N,) for the N tokens in the mask, refer to the flattened hidden states of the trees or, without
@@ -308,7 +312,7 @@ class LanguageModel:
         if bool((cols == 0).any()):
             raise AlignmentError("the mask must be 0 at position 0; the first token of a row is never predicted")
         if not self._sharing_obstacle:
-            trees = self._build_trees(ids, mask, self.micro_tokens)
+            trees = self._build_trees(ids if row_keys is None else row_keys, mask, self.micro_tokens)
             if len(trees) < len(ids):
                 packed = PackedTrees.build(trees, ids, _context_lengths(mask))
                 return packed, packed.token_index[rows, cols - 1]
@@ -358,6 +362,7 @@ class LanguageModel:
         if "hidden" in wanted:
             chosen = self._check_layers(layers)
             out["hidden"] = torch.zeros(*batch.ids.shape, *([] if chosen is None else [len(chosen)]), self.width)
+        keys = getattr(batch, "row_keys", None)
         with single_torch_thread(self):
             for rows in self.micro_batches(batch, None, micro_tokens):
                 width = int(batch.lengths[rows].max())
@@ -365,10 +370,12 @@ class LanguageModel:
                 if not bool(mask.any()):
                     continue
                 inputs = batch.ids[rows, :width].to(self.device), mask.to(self.device)
+                shared = None if keys is None else keys[rows, :width]
                 if wanted == {"value"} and isinstance(self.value_head, Critic):  # no forward pass of the policy
-                    got = {"value": self._values(inputs[0], *self._locate_states(*inputs), None)}
+                    got = {"value": self._values(inputs[0], *self._locate_states(*inputs, shared), None)}
                 else:
                     options: Any = {name: name in wanted for name in ("entropy", "value", "sum_squared_probs")}
+                    options["row_keys"] = shared
                     got = vars(self.forward(*inputs, batch.temperatures[rows], layers=layers, **options))
                 r, c = mask.nonzero(as_tuple=True)
                 for name in wanted:
@@ -380,8 +387,10 @@ class LanguageModel:
         """Return the value after the last token of each row, (B,): the expected remaining return of a truncated row."""
         # The value at a position is computed from the tokens before it, so append an arbitrary token and score it.
         mask = torch.arange(batch.ids.shape[1] + 1) == batch.lengths[:, None]
+        keys = getattr(batch, "row_keys", None)
         longer = SimpleNamespace(
             ids=nn.functional.pad(batch.ids, (0, 1)),
+            row_keys=None if keys is None else nn.functional.pad(keys, (0, 1)),
             mask=mask,
             lengths=batch.lengths + 1,
             temperatures=torch.ones(len(mask)),
@@ -451,13 +460,14 @@ class LanguageModel:
         limit = micro_tokens or self.micro_tokens
         if not len(rows) or self._sharing_obstacle:
             return [rows[part] for part in split_by_token_budget(batch.lengths[rows], limit, self.launch_overhead)]
-        trees = self._build_trees(batch.ids[rows], batch.mask[rows], limit)
+        keys = getattr(batch, "row_keys", None)
+        trees = self._build_trees((batch.ids if keys is None else keys)[rows], batch.mask[rows], limit)
         parts = split_by_token_budget(torch.tensor([tree.width for tree in trees]), limit, self.launch_overhead)
         return [rows[torch.tensor([row for i in part.tolist() for row in trees[i].rows])] for part in parts]
 
-    def _build_trees(self, ids: Tensor, mask: Tensor, max_tokens: int) -> list[PrefixTree]:
+    def _build_trees(self, keys: Tensor, mask: Tensor, max_tokens: int) -> list[PrefixTree]:
         return build_prefix_trees(
-            ids, _context_lengths(mask), scale=self._keys_as_costly_as_weights, max_tokens=max_tokens
+            keys, _context_lengths(mask), scale=self._keys_as_costly_as_weights, max_tokens=max_tokens
         )
 
     @cached_property

@@ -20,15 +20,17 @@ _MAX_TREE_TOKENS = 4096
 
 @dataclass(frozen=True)
 class PrefixTree:
-    """Rows with common prefixes. `rows` contains row indices in lexicographic order of their token ids."""
+    """Rows with common prefixes. `rows` contains row indices in lexicographic order of their keys."""
 
     rows: tuple[int, ...]
     shared: tuple[int, ...]  # length of the prefix that each row shares with the previous one
     width: int  # number of distinct tokens
 
 
-def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tokens: int) -> list[PrefixTree]:
-    """Group the rows `ids[i, :lengths[i]]` into prefix trees of at most `max_tokens` tokens if this reduces the cost.
+def build_prefix_trees(keys: Tensor, lengths: list[int], *, scale: float, max_tokens: int) -> list[PrefixTree]:
+    """Group the rows `keys[i, :lengths[i]]` into prefix trees of at most `max_tokens` tokens if this reduces the cost.
+
+    The keys are token ids or, at placeholders of images, hashes of the images; see `Row.keys`.
 
     A tree of W tokens costs W + W² / scale, and a single row, whose mask is causal, W + W² / (2 scale). `scale` is the
     number of keys at which attention costs as much as the rest of the model.
@@ -36,10 +38,10 @@ def build_prefix_trees(ids: Tensor, lengths: list[int], *, scale: float, max_tok
     if not lengths:
         return []
     count = np.array(lengths)
-    columns = np.arange(ids.shape[1])
+    columns = np.arange(keys.shape[1])
     # Pad with 0, so that a row is sorted before the rows of which it is a prefix.
-    padded = np.where(columns < count[:, None], ids.cpu().numpy() + 1, 0)
-    texts = [row.tobytes() for row in padded.astype(">i8")]  # big-endian bytes sort like ids
+    padded = np.where(columns < count[:, None], keys.cpu().numpy() + 1, 0)
+    texts = [row.tobytes() for row in padded.astype(">i8")]  # big-endian bytes sort like keys
     order = sorted(range(len(texts)), key=texts.__getitem__)
     # After sorting, no earlier row shares a longer prefix with a row than the previous one.
     differs = padded[order[1:]] != padded[order[:-1]]

@@ -79,10 +79,11 @@ class WorkerGroup:
     # --- a PPO step ---
 
     def check_same_batch(self, batch: Batch) -> None:
-        """Check that all processes passed the same batch, by comparing row counts and sums of ids and advantages."""
+        """Check that all processes passed the same batch, by comparing row counts and sums of keys and advantages."""
         if self.is_single:
             return
-        seen = [float(len(batch)), float(batch.ids.sum()), float(batch.advantages.nansum())]
+        keys = batch.ids if batch.row_keys is None else batch.row_keys % 2**32  # whose sum is exact in float64
+        seen = [float(len(batch)), float(keys.sum()), float(batch.advantages.nansum())]
         every = self.accelerator.gather(torch.tensor([seen], dtype=torch.float64, device=self.accelerator.device))
         if not bool((every == every[0]).all()):
             raise BatchError(

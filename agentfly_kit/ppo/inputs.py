@@ -23,6 +23,7 @@ class MicroBatch:
     """Inputs of one forward pass, b rows of w tokens, and of the loss at their N sampled tokens."""
 
     ids: Tensor  # (b, w)
+    row_keys: Tensor | None  # (b, w), on the CPU
     mask: Tensor  # (b, w) bool: True where the policy sampled the token
     temperatures: Tensor  # (b,)
     positions: tuple[Tensor, Tensor]  # row and column of each token in the batch
@@ -90,6 +91,7 @@ class StepInputs:
 
         return MicroBatch(
             ids=batch.ids[rows, :width].to(device),
+            row_keys=None if batch.row_keys is None else batch.row_keys[rows, :width],
             mask=mask.to(device),
             temperatures=batch.temperatures[rows],
             positions=positions,
@@ -114,6 +116,8 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
     """Raise an error if the batch lacks advantages, is for another policy, is stale, or conflicts with the settings."""
     check_instance("batch", batch, Batch, "a Batch such as af.collate(rollout, af.advantages.grpo)")
     batch.check()
+    if batch.row_keys is not None:
+        raise BatchError("batch must contain text only, because policies read no images, got rows with images")
     if not bool(torch.isfinite(batch.advantages[batch.mask]).all()):
         raise BatchError(
             "batch must have finite advantages at all sampled tokens; use collate(rollout, af.advantages.grpo) or "
@@ -149,8 +153,9 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
         raise SettingsError(f"kl_coef={config.kl_coef} needs reference=, a frozen policy such as policy.reference()")
     if config.correction is None and batch.kept_mass is not None and bool((batch.kept_mass[batch.mask] < 1).any()):
         raise BatchError(
-            "correction must be 'token' or 'sequence' for a batch that was sampled under top-p, top-k or min-p, got "
-            "None; without it, probability ratios would be wrong by a factor equal to the kept probability mass"
+            "correction must be 'token' or 'sequence' for a batch that was sampled under top-p, top-k, min-p or a "
+            "constraint, got None; without it, probability ratios would be wrong by a factor equal to the kept "
+            "probability mass"
         )
 
 

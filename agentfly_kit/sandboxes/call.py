@@ -131,6 +131,9 @@ class Call(Watch):
         self.printed = (bytearray(), bytearray())
         self.discarded = 0
         self.truncated = self.timed_out = False
+        self.answered = (
+            False  # the interpreter has replied, even if the caller was cancelled before it took the reply
+        )
         self.violated = False  # the interpreter has sent something other than replies, or closed its socket
         self.limit: Limit | None = None
         self.status: int | None = None
@@ -148,11 +151,6 @@ class Call(Watch):
         self.after_own(timeout, self.on_timeout)
         # Needed even without a CPU limit: a timer wakes the event loop, which then handles interrupts of a notebook.
         self.after(_POLL_SECONDS, self.poll)
-
-    @property
-    def answered(self) -> bool:
-        """True if the interpreter has replied, even if the caller was cancelled before it took the reply."""
-        return self.done.done() and not self.done.cancelled() and self.done.result() is not None
 
     # --- input and output
 
@@ -173,6 +171,7 @@ class Call(Watch):
         try:
             for message in self.replies.read():
                 if message.get("id") == self.number:
+                    self.answered = True
                     self.finish(message)
                     return
         except (EOFError, ValueError):

@@ -319,10 +319,9 @@ class Sandbox(Startable):
                 self._drop()
                 return ENDED_BY_CODE
             raise SandboxError(f"this {type(self).__name__} is {'closed' if self._closed else 'dead'}")
-        if self._abandoned is not None:
+        if self._abandoned is not None and self._has_interpreter:
             # An earlier call was cancelled and interrupted. Wait for it to end, and kill it if it keeps running.
-            await Call(self, self._abandoned, GRACE_SECONDS).outcome()
-            self._abandoned = None
+            await self._outcome(Call(self, self._abandoned, GRACE_SECONDS))
         if self._interrupted and self._has_interpreter:
             # Wait until the zygote has delivered the interrupt. Otherwise, if the interrupted call answers first, a
             # late interrupt could hit the next call.
@@ -338,7 +337,11 @@ class Sandbox(Startable):
         # The id must be unpredictable: a thread left by an earlier call could otherwise forge the next reply.
         self._nonce = secrets.randbits(62)
         request = json.dumps({"id": self._nonce, "code": code}).encode() + b"\n"
-        call = Call(self, request, timeout)
+        return await self._outcome(Call(self, request, timeout))
+
+    async def _outcome(self, call: Call) -> SandboxResult:
+        """Return the result of a call. If the caller is cancelled, interrupt the code and keep the unsent part."""
+        self._abandoned = None
         try:
             return await call.outcome()
         except asyncio.CancelledError:

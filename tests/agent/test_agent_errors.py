@@ -28,7 +28,7 @@ def rewarded(completions: list[str], answer: str, **kwargs: Any) -> list[float]:
     return []
 
 
-@errors.table(
+test_errors = errors.rejected(
     (lambda: rollout([]), TaskError, "tasks must hold at least one task"),
     (lambda: rollout([{"id": "x"}]), TaskError, "must be Task objects, got "),
     (lambda: rollout([{"id": "x"}]), TaskError, "af.tasks_from"),
@@ -89,21 +89,17 @@ def rewarded(completions: list[str], answer: str, **kwargs: Any) -> list[float]:
       for value, said in ((lambda a, b, c: None, ""), ("later", "'later'"))),
     (lambda: made(before_turn=lambda a, b, c: None), SettingsError, "<lambda>(a, b, c)"),
 )  # fmt: skip
-async def test_errors(call: Any, error: type[Exception], text: str) -> None:
-    await errors.check(call, error, text)
 
 
 def recorded() -> Any:
     return af.Rollout.from_trajectories([af.Trajectory("g/0", TASK, "g", 0, (), "answered", 1.0)])
 
 
-@errors.table(
+test_errors_of_rollouts = errors.rejected(
     (lambda: recorded().to_frame("rows"), SettingsError, "kind must be 'trajectories', 'turns' or 'tokens'"),
     (lambda: recorded().diff(af.Rollout()), SettingsError, "no task in common"),
     (lambda: af.Rollout.load("none.jsonl"), RunError, "cannot be read"),
 )  # fmt: skip
-async def test_errors_of_rollouts(call: Any, error: type[Exception], text: str) -> None:
-    await errors.check(call, error, text)
 
 
 def chain_of(script: Any = ("5",), **settings: Any) -> Any:
@@ -116,7 +112,7 @@ async def stopped_by_max_turns() -> Any:
     await chain.sample()
 
 
-@errors.table(
+test_errors_of_chains = errors.rejected(
     (stopped_by_max_turns, SettingsError, "chain.sample: the chain was stopped by max_turns; call chain.finish() or"),
     (lambda: chain_of().force([-1]), SettingsError, "vocabulary"),
     (lambda: chain_of().force([400]), SettingsError, "vocabulary"),
@@ -127,8 +123,6 @@ async def stopped_by_max_turns() -> Any:
     (lambda: chain_of().observe("x"), SettingsError, "no complete action yet"),
     *((lambda to=to: chain_of().rewind(to=to), SettingsError, "chain.turns") for to in (7, -9)),
 )  # fmt: skip
-async def test_errors_of_chains(call: Any, error: type[Exception], text: str) -> None:
-    await errors.check(call, error, text)
 
 
 def coins(**settings: Any) -> Any:
@@ -144,7 +138,7 @@ def train_branching(size: int) -> Any:
     return af.train(af.envs.lookup.agent(policy, size=size), policy, af.load_tasks("lookup").train, config)
 
 
-@errors.table(
+test_errors_of_branching = errors.rejected(
     (lambda: af.Branch(initial=0), SettingsError, "initial must be an integer of at least 1 or None, got 0"),
     (lambda: af.Branch(initial=2.0), SettingsError, "initial must be an integer of at least 1 or None, got 2.0"),
     (lambda: af.Branch(width=0), SettingsError, "width must be an integer of at least 1, got 0"),
@@ -176,11 +170,9 @@ def train_branching(size: int) -> Any:
      "attribution has an effect only with advantage 'arpo'"),
     (lambda: train_branching(size=4), SettingsError, "the pool of Lookup must be at least 8, got 4"),
 )  # fmt: skip
-async def test_errors_of_branching(call: Any, error: type[Exception], text: str) -> None:
-    await errors.check(call, error, text)
 
 
-@errors.table(
+test_errors_of_harnesses = errors.rejected(
     (lambda: harnessed(solve, ["5"], tools=[put]), SettingsError, f"tools {HARNESS}"),
     (lambda: harnessed(solve, ["5"], before_turn=lambda chain: None), SettingsError, f"before_turn {HARNESS}"),
     (lambda: harnessed("solve", ["5"]), SettingsError, "harness must be a function"),
@@ -192,8 +184,6 @@ async def test_errors_of_branching(call: Any, error: type[Exception], text: str)
         (lambda endpoint, **fields: "5", "remove / and *; parameters can be endpoint, task, context, a sandbox, or"),
     )),
 )  # fmt: skip
-async def test_errors_of_harnesses(call: Any, error: type[Exception], text: str) -> None:
-    await errors.check(call, error, text)
 
 
 class Few(af.Budget):

@@ -99,8 +99,7 @@ async def test_truncated_turn_is_closed_with_mask_0() -> None:
     assert chain.stop == "turn_tokens" and (cut.ids or ())[-1] != STOP
     told = chain.observe("go on")
     assert not told.sampled and told.messages == ({"role": "user", "content": "go on"},)
-    await chain.step()
-    t = await chain.finish()
+    t = await chain.run()
     at = t.turn_index.tolist().index(2)
     assert (t.final, told.ids[0], t.ids[at], t.action_mask[at]) == ("5", STOP, STOP, False)  # type: ignore[index]
 
@@ -111,8 +110,7 @@ async def test_observation_closes_a_turn_ended_by_a_stop_string() -> None:
     )
     assert (chain.turn.ids or ())[0] == STOP, "the observation begins with the stop token that was not sampled"
     assert chain.turn.tool_calls[0].result.observation == "5", "the text that stopped it closes the call"
-    await chain.step()
-    t = await chain.finish()
+    t = await chain.run()
     assert t.final == "5", "the parser cuts the text; the ids stay whole"
     assert (t.turns[-1].text, t.reward) == ("5 END and more", 1.0)
 

@@ -37,8 +37,7 @@ async def compacted(**settings: Any) -> tuple[af.Chain, af.Trajectory]:
     chain.compact("So far: 2")
     await chain.step()
     chain.compact("So far: 2, then 4", author="person")
-    await chain.step()
-    return chain, await chain.finish()
+    return chain, await chain.run()
 
 
 async def test_each_row_equals_inputs_and_outputs_of_the_engine() -> None:
@@ -109,8 +108,7 @@ async def test_policy_can_write_the_summary() -> None:
     assert chain.stop == "answered"
     chain.compact(str(summary.messages[0]["content"]))
     assert chain.stop is None
-    await chain.step()
-    t = await chain.finish()
+    t = await chain.run()
     assert row_ids(t) == engine_rows(chain.agent.engine)
     one, two, three = map(len, chain.agent.engine.gave)
     assert [int(row.action_mask.sum()) for row in t.rows] == [one + two, three]
@@ -125,8 +123,7 @@ async def test_compact_requires_a_prepared_prompt() -> None:
     await chain.prepare()
     prompt = chain.compact("x")
     assert (prompt.row, "The board is empty." in chain.turns[0].text, "The board" in prompt.text) == (1, True, True)
-    await chain.step()
-    t = await chain.finish()
+    t = await chain.run()
     assert (t.reward, [len(row.turns) for row in t.rows]) == (1.0, [1, 2])
 
 
@@ -157,8 +154,7 @@ async def test_rewind_before_a_compaction() -> None:
     chain.rewind(2)
     assert (chain.turn.row, chain.turn.ids) == (0, before.ids)
     assert chain.ids == tuple(i for turn in (*chain.turns[:2], before) for i in turn.ids or ())
-    await chain.step()
-    assert (await chain.finish()).ids.tolist() == list(engine_rows(chain.agent.engine)[0])
+    assert (await chain.run()).ids.tolist() == list(engine_rows(chain.agent.engine)[0])
 
 
 async def test_forks_after_a_compaction_share_earlier_rows() -> None:
@@ -336,8 +332,7 @@ async def test_a_trajectory_of_rows_becomes_a_chain_that_can_be_rewound() -> Non
     chain.observe("What do you know?")
     await chain.sample()
     chain.compact("I have 2.")
-    await chain.step()
-    t = await chain.finish()
+    t = await chain.run()
     again = chain.agent.chain(t)
     assert again.ids == tuple(t.rows[1].ids.tolist())
     again.rewind(1)
@@ -348,8 +343,7 @@ async def test_text_only_engine_receives_only_the_new_row() -> None:
     engine = TextOnly([call("1+1"), "4"])
     chain = await stepped(agent(engine=engine, chat=chat()).chain(TASK))
     chain.compact("So far: 2")
-    await chain.step()
-    t = await chain.finish()
+    t = await chain.run()
     assert (t.reward, len(t.rows), t.exact) == (1.0, 2, False)
     assert [len(told) for told in engine.given] == [1, 1] and engine.given[1][0].endswith("So far: 2")
     errors.check(lambda: t.rows[1].ids, af.errors.AlignmentError, "engine is text-only")

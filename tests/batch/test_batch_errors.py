@@ -28,7 +28,7 @@ async def demonstrations() -> Any:
     return af.collate(await scripted(["5"]).rollout(tasks(1)))
 
 
-@errors.table(
+test_errors = errors.rejected(
     (lambda: af.collate([]), af.errors.BatchError, "rollout must hold at least one trajectory"),
     (lambda: af.collate([3]), af.errors.BatchError, "must be a Rollout or Trajectory objects, got int"),
     (
@@ -77,8 +77,6 @@ async def demonstrations() -> Any:
         "filters must be a list of functions",
     ),
 )
-async def test_errors(call: Any, error: Any, text: str) -> None:
-    await errors.check(call, error, text)
 
 
 def test_an_empty_batch_lists_what_was_dropped() -> None:

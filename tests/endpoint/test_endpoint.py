@@ -6,6 +6,7 @@ import json
 import re
 from typing import Any
 
+import aiohttp
 import errors
 import pytest
 from test_harness import TASK, harnessed, run_one
@@ -15,12 +16,16 @@ import agentfly_kit as af
 from agentfly_kit.endpoint import completions
 from agentfly_kit.endpoint.reply import RequestError
 
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
+ASKED = [{"role": "user", "content": "a"}]
+VALID: dict[str, dict[str, Any]] = {
+    "chat/completions": {"messages": ASKED},
+    "completions": {"prompt": "a"},
+    "messages": {"messages": ASKED, "max_tokens": 64},
+}
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "chat/completions": [
         ({"messages": []}, "must have at least one message"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "prompts hold text only"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must consist of text"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "must have the role"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "last message must not be the assistant's"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
@@ -35,20 +40,46 @@ from agentfly_kit.endpoint.reply import RequestError
         ({"stop": [""]}, "stop must be non-empty strings"),
         ({"model": 7}, "wrong type"),
     ],
-)
-async def test_bad_requests_are_rejected_by_name_and_the_chain_goes_on(body: dict[str, Any], message: str) -> None:
-    seen: list[str] = []
+    "completions": [
+        ({"prompt": ["a", "b"]}, "must be one text or one list of token ids"),
+        ({"prompt": [[1], [2]]}, "must be one text or one list of token ids"),
+        ({"prompt": [1, True]}, "must be one text or one list of token ids"),
+        ({"prompt": []}, "'prompt' must have at least one id"),
+        ({"prompt": [10**9]}, "'prompt' must have at least one id, from 0 to"),
+        ({"prompt": ""}, "must have at least one token"),
+        ({"echo": True}, "'echo' is not supported"),
+        ({"logprobs": 5}, "'logprobs' and 'best_of' must be at most 1"),
+        ({"max_tokens": "9"}, "wrong type"),
+    ],
+    "messages": [
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 0: content blocks must be text"),
+        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "got the type 'tool_use'"),
+        ({"system": [{"type": "document"}]}, "'system': content blocks must be text"),
+        ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "'web_search_20250305' are not supported"),
+        ({"tools": [{"input_schema": {}}]}, "tools: entry 0"),
+        ({"mcp_servers": [{"url": "u"}]}, "'mcp_servers' is not supported"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": "Because"}]}, "must not be the assistant's"),
+        ({"messages": [{"role": "user", "content": 5}]}, "wrong type"),
+    ],
+}
 
-    async def trying(endpoint: af.Endpoint) -> str:
-        given = {"messages": [{"role": "user", "content": "a"}], **body}
-        answer = await endpoint.handle("POST", "/v1/chat/completions", json.dumps(given).encode())
-        assert answer.status == 400, answer
-        seen.append(json.loads(answer.body)["error"]["message"])
-        await endpoint.chat([{"role": "user", "content": "a"}])
-        return "5"
+
+@pytest.mark.parametrize(
+    ("path", "body", "message"), [(path, *case) for path, cases in REFUSED.items() for case in cases]
+)
+async def test_bad_requests_are_rejected_by_name_and_the_chain_goes_on(
+    path: str, body: dict[str, Any], message: str
+) -> None:
+    seen: list[Any] = []
+
+    async def trying(endpoint: af.Endpoint) -> None:
+        for given in (VALID[path] | body, VALID[path]):
+            seen.append(await endpoint.handle("POST", f"/v1/{path}", json.dumps(given).encode()))
 
     t = await run_one(trying, ["x"])
-    assert message in seen[0] and (t.stop, len(t.actions)) == ("answered", 1), seen
+    assert [answer.status for answer in seen] == [400, 200], seen
+    assert message in json.loads(seen[0].body)["error"]["message"]
+    assert (t.stop, len(t.actions)) == ("answered", 1)
 
 
 async def test_a_fault_of_the_endpoint_is_not_reported_as_one_of_the_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +108,6 @@ async def test_an_answer_after_the_end_is_refused() -> None:
 async def test_http_serves_the_chain_of_each_key_on_loopback_and_stops_with_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import aiohttp
-
     monkeypatch.setattr("agentfly_kit.endpoint.server._MAX_BODY", 1_000_000)
     statuses: dict[str, int] = {}
     urls: set[str] = set()
@@ -128,8 +157,6 @@ async def test_a_chain_cannot_reach_another_chain() -> None:
     Also looked at: a full URL of another chain, which no server can tell from its owner's, and a key in lower layers of
     the path, which is not read.
     """
-    import aiohttp
-
     kept: list[af.Endpoint] = []
     statuses: dict[str, int] = {}
     done = asyncio.Event()

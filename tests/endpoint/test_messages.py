@@ -1,6 +1,5 @@
 """The Messages API with the package anthropic as the client."""
 
-import json
 from typing import Any
 
 import anthropic
@@ -59,7 +58,7 @@ async def test_a_chain_with_thinking_and_a_tool_is_one_row_and_its_tokens_are_co
 async def test_the_events_of_a_stream_add_up_to_the_message() -> None:
     kinds: list[str] = []
 
-    async def streaming(endpoint: af.Endpoint) -> str:
+    async def streaming(endpoint: af.Endpoint) -> None:
         async with client_of(endpoint).messages.stream(**DEFAULTS, tools=SCHEMAS) as stream:
             async for event in stream:
                 kinds.append(event.type + (f" {event.delta.type}" if event.type == "content_block_delta" else ""))
@@ -70,7 +69,6 @@ async def test_the_events_of_a_stream_add_up_to_the_message() -> None:
         ]
         assert got.content[2].input == {"expression": "2+3"} and got.stop_reason == "tool_use"
         assert got.usage.output_tokens == endpoint.usage.completion_tokens > 0
-        return "5"
 
     t = await run_one(streaming, [f"<think>so</think>Hm.{call('2+3')}"])
     assert t.stop == "answered", t.error
@@ -81,7 +79,7 @@ async def test_the_events_of_a_stream_add_up_to_the_message() -> None:
 
 
 async def test_stop_sequences_limits_and_histories() -> None:
-    async def asking(endpoint: af.Endpoint) -> str:
+    async def asking(endpoint: af.Endpoint) -> None:
         create = client_of(endpoint).messages.create
         first = await create(**DEFAULTS, stop_sequences=["zz", "END"])
         assert (first.stop_reason, first.stop_sequence, first.content[0].text) == ("stop_sequence", "END", "one")
@@ -94,46 +92,15 @@ async def test_stop_sequences_limits_and_histories() -> None:
         results.insert(1, {"type": "text", "text": "b"})
         given = [*ASKED, {"role": "assistant", "content": [hidden, *uses]}, {"role": "user", "content": results}]
         await create(**DEFAULTS | {"messages": given, "model": "policy/writer"})
-        return "5"
 
     t = await run_one(asking, ["one END§", "a long answer…", "x"])
-    assert t.stop == "answered" and t.turns[-2].author == "writer", t.error
+    assert t.stop == "answered" and t.turns[-1].author == "writer", t.error
     roles = [(m["role"], m["content"]) for m in t.rows[-1].turns[0].messages]
     assert roles == [("user", "a"), ("assistant", ""), ("tool", "x"), ("user", "b"), ("tool", "y")]
 
 
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "message 0: content blocks must be text"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "got the type 'tool_use'"),
-        ({"system": [{"type": "document"}]}, "'system': content blocks must be text"),
-        (
-            {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
-            "'web_search_20250305' are not supported",
-        ),
-        ({"tools": [{"input_schema": {}}]}, "tools: entry 0"),
-        ({"extra_body": {"mcp_servers": [{"url": "u"}]}}, "'mcp_servers' is not supported"),
-        ({"messages": [*ASKED, {"role": "assistant", "content": "Because"}]}, "must not be the assistant's"),
-        ({"messages": [{"role": "user", "content": 5}]}, "wrong type"),
-    ],
-)
-async def test_what_cannot_be_honoured_is_refused_in_the_form_of_the_api(body: dict[str, Any], message: str) -> None:
-    async def trying(endpoint: af.Endpoint) -> str:
-        client = client_of(endpoint)
-        with pytest.raises(anthropic.BadRequestError) as caught:
-            await client.messages.create(**DEFAULTS | body)
-        given: Any = caught.value.body
-        assert given["type"] == "error" and given["error"]["type"] == "invalid_request_error"
-        assert message in given["error"]["message"], given
-        await client.messages.create(**DEFAULTS)
-        return "5"
-
-    assert (await run_one(trying, ["x"])).stop == "answered"
-
-
 async def test_over_http_the_key_is_in_the_url_or_in_either_header() -> None:
-    async def over_http(endpoint: af.Endpoint) -> str:
+    async def over_http(endpoint: af.Endpoint) -> None:
         url, key = endpoint.env["ANTHROPIC_BASE_URL"], endpoint.env["ANTHROPIC_API_KEY"]
         root = url.rpartition("/")[0]
         for given in (
@@ -144,15 +111,16 @@ async def test_over_http_the_key_is_in_the_url_or_in_either_header() -> None:
             async with anthropic.AsyncAnthropic(**given) as client:
                 await client.messages.create(**DEFAULTS)
                 assert [model.id async for model in client.models.list()] == ["policy"]
-        async with anthropic.AsyncAnthropic(base_url=root, api_key="-") as client:
-            with pytest.raises(anthropic.NotFoundError) as unknown:
-                await client.messages.create(**DEFAULTS)
-        async with anthropic.AsyncAnthropic(base_url=url, api_key=f"{key}0") as client:
-            with pytest.raises(anthropic.AuthenticationError) as two:
-                await client.messages.create(**DEFAULTS)
-        for error, kind in ((unknown, "not_found_error"), (two, "authentication_error")):
-            assert json.loads(error.value.response.text)["error"]["type"] == kind
-        return "5"
+        for address, given_key, body, error, kind in (
+            (url, "-", {"mcp_servers": ["u"]}, anthropic.BadRequestError, "invalid_request_error"),
+            (root, "-", {}, anthropic.NotFoundError, "not_found_error"),
+            (url, f"{key}0", {}, anthropic.AuthenticationError, "authentication_error"),
+        ):
+            async with anthropic.AsyncAnthropic(base_url=address, api_key=given_key) as client:
+                with pytest.raises(error) as refused:
+                    await client.messages.create(**DEFAULTS, extra_body=body)
+            answer: Any = refused.value.body
+            assert (answer["type"], answer["error"]["type"]) == ("error", kind)
 
     t = await run_one(over_http, ["x", "y", "z"])
     assert (t.stop, len(t.actions)) == ("answered", 3), t.error

@@ -56,6 +56,11 @@ def endless() -> af.Policy:
     return policy
 
 
+def endless_engine() -> tuple[af.Policy, af.LocalEngine]:
+    policy = endless()
+    return policy, af.LocalEngine(policy)
+
+
 def check(policy: af.Policy, ids: list[int], got: af.Sample, temperature: float = 1.0) -> None:
     whole = [*ids, *got.ids]
     logprobs, entropies = reference_logprobs(policy, whole, range(len(ids), len(whole)), temperature)
@@ -90,8 +95,7 @@ async def test_alternatives_are_the_most_probable_tokens_of_a_full_forward(tempe
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
 async def test_logprobs_and_entropies_are_those_of_a_full_forward(temperature: float) -> None:
-    policy = endless()
-    engine = af.LocalEngine(policy)
+    policy, engine = endless_engine()
     sampling = af.Sampling(temperature=temperature, max_tokens=30)
     # Prompt lengths around all widths and capacities at which the engine rounds.
     prompts = [prompt(n, seed=n) for n in (1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65, 100, 129)]
@@ -102,8 +106,7 @@ async def test_logprobs_and_entropies_are_those_of_a_full_forward(temperature: f
 
 
 async def test_rows_with_different_settings_are_independent() -> None:
-    policy = endless()
-    engine = af.LocalEngine(policy)
+    policy, engine = endless_engine()
     settings = [
         af.Sampling(temperature=0.5, max_tokens=9), af.Sampling(temperature=0, max_tokens=5),
         af.Sampling(top_p=0.8, max_tokens=12), af.Sampling(top_k=3, temperature=1.3, max_tokens=3),
@@ -171,8 +174,7 @@ def plain_kept(p: list[float], s: af.Sampling) -> tuple[set[int], float]:
 )  # fmt: skip
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 async def test_truncation_keeps_the_documented_tokens(options: dict[str, Any], temperature: float) -> None:
-    policy = endless()
-    engine = af.LocalEngine(policy)
+    policy, engine = endless_engine()
     s = af.Sampling(temperature=temperature, max_tokens=12, **options)
     got = await engine.sample(prompt(9), s, 11)
     check(policy, prompt(9), got, temperature)  # logprobs refer to the distribution before truncation
@@ -187,8 +189,7 @@ async def test_truncation_keeps_the_documented_tokens(options: dict[str, Any], t
 
 
 async def test_sampled_frequencies_match_the_probabilities() -> None:
-    policy = endless()
-    engine = af.LocalEngine(policy)
+    policy, engine = endless_engine()
     ids, n = prompt(6), 1500
     got = await asyncio.gather(*(engine.sample(ids, af.Sampling(max_tokens=1), seed) for seed in range(n)))
     counts = Counter((s.ids or (-1,))[0] for s in got)
@@ -203,8 +204,7 @@ async def test_sampled_frequencies_match_the_probabilities() -> None:
 
 
 async def test_distribution_is_that_of_the_model() -> None:
-    policy = endless()
-    engine = af.LocalEngine(policy)
+    policy, engine = endless_engine()
     ids, logprobs, entropy = await engine.distribution(prompt(20), af.Sampling(temperature=0.7), top=5)
     with torch.no_grad():
         logits = policy.model(input_ids=torch.tensor([prompt(20)])).logits[0, -1].double() / 0.7
@@ -320,8 +320,7 @@ async def test_chains_of_many_turns_compute_each_token_once(turns: int) -> None:
 
 
 async def test_what_prompts_have_in_common_is_computed_once() -> None:
-    policy = endless()
-    engine = af.LocalEngine(policy)
+    policy, engine = endless_engine()
     prompts = [prompt(50) + prompt(7, seed=i) for i in range(4) for _ in range(3)]
     got = await asyncio.gather(
         *(engine.sample(ids, af.Sampling(max_tokens=4), i, request=request(str(i))) for i, ids in enumerate(prompts))
@@ -360,8 +359,7 @@ async def test_requests_submitted_together_stay_synchronized(monkeypatch: pytest
 
 
 async def test_a_rewritten_history_is_recomputed_from_the_first_change() -> None:
-    policy = endless()
-    engine = af.LocalEngine(policy)
+    policy, engine = endless_engine()
     ids = prompt(30)
     await engine.sample(ids, af.Sampling(max_tokens=10), 1, request=request("a"))
     for turn, given in enumerate(([*ids[:20], *prompt(15, seed=9)], ids[:5], ids), 1):

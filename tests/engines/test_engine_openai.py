@@ -96,6 +96,22 @@ async def test_a_server_of_text_calls_tools_and_is_scored(server: Server, engine
     assert server.headers[0]["Authorization"] == "Bearer secret"
 
 
+async def test_a_tool_choice_and_a_format_are_passed_on(server: Server, engine: Connect) -> None:
+    async def solve(endpoint: af.Endpoint) -> str:
+        asked = [{"role": "user", "content": "2+3"}]
+        tools = agents.agent(engine=engine()).tools.schemas
+        choice = {"type": "function", "function": {"name": "calculator"}}
+        await endpoint.chat(asked, tools, tool_choice=choice, response_format={"type": "json_object"})
+        return "5"
+
+    text = engine()
+    agent = af.Agent(text, chat=text.chat, harness=solve, reward=agents.exact)
+    (t,) = await agent.rollout(agents.tasks(1))
+    ((_, body),) = server.got
+    assert t.stop == "answered" and body["tool_choice"] == {"type": "function", "function": {"name": "calculator"}}
+    assert body["response_format"]["json_schema"]["schema"] == {"type": "object"}
+
+
 async def test_a_judge_asks_a_server_and_reads_what_it_says(server: Server, engine: Connect) -> None:
     """The first output cannot be parsed, so the judge retries. The judged text is never a separate message."""
     server.answer = lambda path, body: chat("Good!" if len(server.got) == 1 else "<scores>short: 7</scores>")

@@ -1,7 +1,6 @@
 """Invalid settings and arguments of engines."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import agents
@@ -37,7 +36,7 @@ def differing() -> af.Fleet:
     return af.Fleet(members)
 
 
-@errors.table(
+test_errors = errors.rejected(
     (lambda: local([5, 400]), af.errors.EngineError, "ids must be from 0 to 399, got 5 to 400"),
     (lambda: local([-1, 5]), af.errors.EngineError, "got -1 to 5"),
     (
@@ -101,5 +100,3 @@ def differing() -> af.Fleet:
     ),
     (lambda: af.VLLMEngine(agents.shipped()).update("weights"), af.errors.EngineError, "needs a Policy"),
 )
-async def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
-    await errors.check(call, error, text)

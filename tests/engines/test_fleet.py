@@ -60,6 +60,11 @@ def servers(policy: af.Policy, count: int = 2) -> list[Server]:
     return [Server(policy) for _ in range(count)]
 
 
+def fleet_of(policy: af.Policy, count: int = 2) -> tuple[af.Fleet, list[Server]]:
+    members = servers(policy, count)
+    return af.Fleet(members), members
+
+
 def nudge(policy: af.Policy, scale: float = 0.02) -> None:
     generator = torch.Generator().manual_seed(policy.version)
     with torch.no_grad():
@@ -76,8 +81,7 @@ def states(fleet: af.Fleet) -> list[str]:
 
 
 async def test_chains_stay_with_their_engine_and_are_balanced() -> None:
-    members = servers(agents.shipped(), 3)
-    fleet = af.Fleet(members)
+    fleet, members = fleet_of(agents.shipped(), 3)
     rollout = await agents.agent(engine=fleet).rollout(agents.tasks(32), group_size=3, max_concurrency=96)
     assert not rollout.failed and any(len(t.actions) > 1 for t in rollout)
     seen = [set(member.sessions) for member in members]
@@ -138,8 +142,7 @@ async def test_an_engine_that_fails_loses_no_chain() -> None:
 
 
 async def test_if_all_engines_fail_the_error_lists_them_and_they_are_used_again_once_they_answer() -> None:
-    members = servers(agents.shipped())
-    fleet = af.Fleet(members)
+    fleet, members = fleet_of(agents.shipped())
     for member in members:
         member.limit = 0
     agent = agents.agent(engine=fleet)
@@ -155,8 +158,7 @@ async def test_if_all_engines_fail_the_error_lists_them_and_they_are_used_again_
 async def test_an_engine_that_returns_with_other_weights_is_not_used() -> None:
     """A server that is restarted has its initial weights."""
     policy = agents.fresh()
-    members = servers(policy)
-    fleet = af.Fleet(members)
+    fleet, members = fleet_of(policy)
     nudge(policy)
     await fleet.update(policy)
     for member in members:
@@ -180,8 +182,7 @@ async def test_a_request_that_no_engine_accepts_excludes_no_engine() -> None:
 
 
 async def test_all_engines_fail_an_update() -> None:
-    members = servers(agents.shipped())
-    fleet = af.Fleet(members)
+    fleet, members = fleet_of(agents.shipped())
     members[0].stopped = members[1].stopped = True
     excluded = pytest.warns(UserWarning, match="because connection refused")
     with excluded, pytest.raises(af.errors.EngineError, match="no engine was updated: connection refused"):
@@ -216,8 +217,7 @@ async def test_cancelled_requests_are_not_counted() -> None:
 async def test_an_engine_with_old_weights_is_found_after_one_update(scale: float) -> None:
     """A change below the tolerance is noticed because the engine's logprobs did not change at all."""
     policy = agents.fresh()
-    members = servers(policy, 3)
-    fleet = af.Fleet(members)
+    fleet, members = fleet_of(policy, 3)
     await fleet.update(policy)
     assert states(fleet) == ["up"] * 3 and all(m.gap <= 1e-5 for m in fleet.members)
     members[2].ignores_updates = True
@@ -249,8 +249,7 @@ async def test_an_update_that_changes_nothing_excludes_no_engine() -> None:
 
 async def test_weights_changed_by_someone_else_are_found_by_a_probe() -> None:
     policy = agents.fresh()
-    members = servers(policy)
-    fleet = af.Fleet(members)
+    fleet, members = fleet_of(policy)
     await fleet.update(policy)
     nudge(members[0].copy)
     with pytest.warns(UserWarning, match="Server 0.*other weights"):

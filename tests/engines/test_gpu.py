@@ -3,6 +3,7 @@
 `AGENTFLY_GPU_TESTS_ON=cpu make test-gpu` runs the same functions on the CPU. This checks the test code, but not CUDA.
 """
 
+import asyncio
 import importlib.util
 import os
 from collections.abc import AsyncIterator
@@ -127,3 +128,25 @@ async def test_updates_give_their_memory_back(engine: af.VLLMEngine) -> None:
     for _ in range(20):
         await engine.update(policy)
     assert (torch.cuda.memory_allocated() if CUDA else 0) <= before
+
+
+@vllm
+@pytest.mark.skipif(not CUDA, reason="CUDA IPC needs a CUDA device")
+async def test_vllm_takes_weights_over_cuda_ipc_as_documented() -> None:
+    from vllm.distributed.weight_transfer import HTTPVLLMWeightSyncClient, ModuleSource, WeightTransferTrainerFactory
+    from vllm.distributed.weight_transfer.ipc_engine import IPCTrainerInitInfo
+
+    policy, settings = policy_on(torch.bfloat16), {"max_num_seqs": 64, "kv_cache_memory_bytes": 256 << 20}
+    environment = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "1"}
+    async with af.serve_vllm(
+        policy,
+        weight_transfer_config={"backend": "ipc"},
+        environment=environment,
+        enable_prefix_caching=False,
+        **settings,
+    ) as server:
+        client, source = HTTPVLLMWeightSyncClient(server.url.removesuffix("/v1")), ModuleSource(policy.model)
+        sender = WeightTransferTrainerFactory.trainer_init(IPCTrainerInitInfo(rank=0), client=client, source=source)
+        nudged(policy, 7)
+        await asyncio.to_thread(sender.send_weights)
+        assert float(gaps(policy, await batch_of(server.engine(), policy)).mean()) <= BFLOAT16_GAP

@@ -62,6 +62,8 @@ class PolicyServer(Server):
             return asyncio.run(self.complete(body))
         if path in ("/pause", "/resume"):
             self.paused = path == "/pause"
+        elif path == "/update_weight_version":
+            self.label = body["new_version"]
         elif path in PHASES:
             return self.transfer(PHASES[path], body)
         elif path == "/weight_info":
@@ -103,8 +105,6 @@ class PolicyServer(Server):
         except (OSError, ValueError, http.client.HTTPException) as error:
             self.updating = False
             return 500, {"error": {"message": str(error)}}, {}
-        if phase == "finish":
-            self.label = body.get("weight_version") or self.label
         if phase in ("start", "finish"):
             self.updating = phase == "start"
         return {}
@@ -135,6 +135,11 @@ async def pair(policy: af.Policy) -> AsyncIterator[Pair]:
         server.stop()
 
 
+@pytest.fixture
+def server(pair: Pair) -> PolicyServer:
+    return pair[0]
+
+
 def gap(server: PolicyServer, policy: af.Policy) -> float:
     weights = policy.model.state_dict()
     return max(
@@ -146,8 +151,9 @@ def gap(server: PolicyServer, policy: af.Policy) -> float:
 
 
 @pytest.mark.parametrize(("weights", "transport"), [("auto", "file"), ("http", "http"), ("http://localhost", "http")])
-async def test_a_server_gets_the_weights(pair: Pair, policy: af.Policy, weights: str, transport: str) -> None:
-    server, _ = pair
+async def test_a_server_gets_the_weights(
+    server: PolicyServer, policy: af.Policy, weights: str, transport: str
+) -> None:
     engine = server.client(weights=weights)
     prompt = policy.chat.prompt(agents.tasks(1)[0].messages)
     assert (await engine.sample(prompt, af.Sampling(max_tokens=2), 0)).versions == (0, 0)
@@ -216,10 +222,9 @@ async def test_a_server_that_fails_during_an_update_is_excluded_until_the_next(
 
 
 async def test_a_server_that_is_restarted_does_not_sample_with_its_initial_weights(
-    pair: Pair, policy: af.Policy
+    server: PolicyServer, policy: af.Policy
 ) -> None:
     """The engine retries the request that the restart interrupted, and the new process answers it."""
-    server, _ = pair
     engine = server.client(retries=3)
     nudge(policy)
     await engine.update(policy)
@@ -244,8 +249,7 @@ async def test_a_server_that_is_restarted_does_not_sample_with_its_initial_weigh
     assert (await engine.sample([1, 2], af.Sampling(max_tokens=4), 0)).ids and gap(server, policy) == 0
 
 
-async def test_a_cancelled_update_is_known_to_be_incomplete(pair: Pair, policy: af.Policy) -> None:
-    server, _ = pair
+async def test_a_cancelled_update_is_known_to_be_incomplete(server: PolicyServer, policy: af.Policy) -> None:
     engine = server.client()
     reached, go_on = threading.Event(), threading.Event()
 
@@ -272,9 +276,8 @@ async def test_a_cancelled_update_is_known_to_be_incomplete(pair: Pair, policy: 
 
 
 async def test_weights_that_a_server_cannot_load_are_refused_before_it_is_paused(
-    pair: Pair, policy: af.Policy
+    server: PolicyServer, policy: af.Policy
 ) -> None:
-    server, _ = pair
     other = policy.copy()
     other.model.config.vocab_size = 7
     missing = 404, {"error": "Not Found"}, {}
@@ -291,8 +294,7 @@ async def test_weights_that_a_server_cannot_load_are_refused_before_it_is_paused
     assert {path for path, _ in server.got} == {"/collective_rpc"}
 
 
-async def test_an_address_that_the_server_cannot_reach_is_named(pair: Pair, policy: af.Policy) -> None:
-    server, _ = pair
+async def test_an_address_that_the_server_cannot_reach_is_named(server: PolicyServer, policy: af.Policy) -> None:
     before = gap(server, policy)
     engine = server.client(weights="http://nowhere.invalid:0")
     nudge(policy)

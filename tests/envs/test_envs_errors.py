@@ -1,7 +1,6 @@
 """Invalid settings and arguments of task families. Files with errors are in the tests of each family."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +35,7 @@ SUBMISSIONS = (
 )  # fmt: skip
 
 
-@errors.table(
+test_errors = errors.rejected(
     (lambda: af.envs.maze, AttributeError, "agentfly_kit.envs.maze was removed in 0.3; use another family, such as "),
     (lambda: af.envs.to_gymnasium, AttributeError, "was removed in 0.3; use af.envs.tools and af.envs.reward, or "),
     (
@@ -113,5 +112,3 @@ SUBMISSIONS = (
         "field 'goal' is missing: create tasks with af.envs.",
     ),
 )
-async def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
-    await errors.check(call, error, text)

@@ -1,6 +1,5 @@
 """Invalid arguments of integrations."""
 
-from collections.abc import Callable
 from typing import Any
 
 import errors
@@ -67,7 +66,7 @@ def call(**fields: Any) -> Any:
     return af.captured([{"prompt_ids": [1], "ids": [2], **fields}], task=TASK)
 
 
-@errors.table(
+test_errors = errors.rejected(
     (lambda: af.trl.reward(ours), af.errors.RewardError, "ours must have a parameter `completions` "),
     (
         lambda: af.trl.reward(environments),
@@ -109,5 +108,3 @@ def call(**fields: Any) -> Any:
     (lambda: call(logprobs=[]), af.errors.AlignmentError, "one entry per id"),
     *((lambda mask=mask: tokens(mask), af.errors.AlignmentError, "mask") for mask in ([1, 1, 0], [0, 0, 0], [0, 1])),
 )
-async def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
-    await errors.check(call, error, text)

@@ -1,7 +1,5 @@
 """Inputs and settings that the losses reject; the error names the argument, the constraint and the value."""
 
-from typing import Any
-
 import errors
 import torch
 
@@ -10,7 +8,7 @@ import agentfly_kit as af
 X, M = torch.zeros(2, 3), torch.ones(2, 3)
 
 
-@errors.table(
+test_errors = errors.rejected(
     (lambda: af.losses.aggregate(X, M, "mean"), af.errors.SettingsError, "got 'mean'"),
     (
         lambda: af.losses.aggregate(X, M, "fixed"),
@@ -41,5 +39,3 @@ X, M = torch.zeros(2, 3), torch.ones(2, 3)
     (lambda: af.losses.ppo(X, X[:, :2], X, M), af.errors.AlignmentError, "old_logprobs must have the shape (2, 3)"),
     (lambda: af.losses.kl(X, X, "k4"), af.errors.SettingsError, "got 'k4'"),
 )
-async def test_errors(call: Any, error: Any, text: str) -> None:
-    await errors.check(call, error, text)

@@ -1,6 +1,7 @@
 """Arguments that a policy rejects."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def scored_at_0() -> Any:
     return random_policy().score(batch, {"logprob"})
 
 
-@errors.table(
+test_errors = errors.rejected(
     (scored_at_0, af.errors.AlignmentError, "position 0"),
     (lambda: random_policy().score(rows(), {"logits"}), af.errors.SettingsError, "must be a non-empty subset of"),
     (lambda: random_policy().score(rows(), {"value"}), af.errors.PolicyError, "load the policy with value_head=True"),
@@ -56,8 +57,6 @@ def scored_at_0() -> Any:
         "the shape of 'value_head.bias' is None in the policy and (1,) in the state",
     ),
 )
-async def test_errors(call: Any, error: Any, text: str) -> None:
-    await errors.check(call, error, text)
 
 
 @pytest.mark.parametrize("family", ["minicpm3", "xlstm"])
@@ -89,6 +88,5 @@ def test_code_in_the_folder_of_a_model_is_not_run(load: Any, tmp_path: Path, mon
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"auto_map": names}))
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass")
-    with pytest.raises(Exception, match=r"code|trust_remote_code"):
-        load(str(tmp_path))
+    errors.check(lambda: load(str(tmp_path)), Exception, re.compile(r"code|trust_remote_code"))
     assert (asked, (tmp_path / "ran").exists()) == ([], False)

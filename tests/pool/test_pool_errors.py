@@ -1,7 +1,5 @@
 """Errors of pools: settings and arguments that are rejected."""
 
-from typing import Any
-
 import errors
 
 import agentfly_kit as af
@@ -20,7 +18,7 @@ class Kills:
     async def kill(self) -> None: ...
 
 
-@errors.table(
+test_errors = errors.rejected(
     (lambda: af.Pool(Plain, size=0), SettingsError, "size must be an integer of at least 1, got 0"),
     # A limit that the class does not accept must not be ignored.
     (lambda: af.Pool(Plain, memory_mb=64), SettingsError,
@@ -43,8 +41,6 @@ class Kills:
     (lambda: af.Pool(Kills), SettingsError, "Kills.kill must not be async"),
     (lambda: af.Pool(Plain).recycle(7), SettingsError, "a sandbox in this pool (none), got 7"),
 )  # fmt: skip
-async def test_errors(call: Any, error: type[Exception], text: str) -> None:
-    await errors.check(call, error, text)
 
 
 def test_none_is_passed_on_as_an_option() -> None:

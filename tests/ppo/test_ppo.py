@@ -30,6 +30,12 @@ def batch_of(policy: af.Policy, *, stale: float = 0.0, values: bool = False) -> 
     return judged(policy, batch) if values else batch
 
 
+def example(**options: Any) -> tuple[af.Policy, af.Batch]:
+    """Return a random policy and a batch for it, with options of `batch_of`."""
+    policy = random_policy(0)
+    return policy, batch_of(policy, **options)
+
+
 def weights(policy: af.Policy) -> Tensor:
     return torch.cat([p.detach().flatten() for p in policy.parameters()])
 
@@ -136,8 +142,7 @@ def test_the_step_matches_its_definition(options: dict[str, float]) -> None:
     "how", ["token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "fixed", "trajectory_mean"]
 )
 def test_the_result_does_not_depend_on_order_or_padding(how: Any) -> None:
-    policy = random_policy(0)
-    batch = batch_of(policy, stale=0.1)
+    policy, batch = example(stale=0.1)
     aggregate = {"how": how, "denominator": 9.0} if how == "fixed" else how
     wanted, _ = gradient(policy, batch, aggregate=aggregate)
     assert float(wanted.abs().max()) > 1e-4
@@ -163,11 +168,11 @@ def test_values_at_masked_positions_are_never_read(junk: float) -> None:
 # --- rows without advantage ----------------------------------------------------------------------
 
 
-def flat_half(policy: af.Policy) -> af.Batch:
-    batch = batch_of(policy, stale=0.1)
+def flat_half() -> tuple[af.Policy, af.Batch]:
+    policy, batch = example(stale=0.1)
     adv = batch.advantages.clone()
     adv[:4] = torch.where(batch.mask[:4], 0.0, math.nan)
-    return batch.replace(advantages=adv)
+    return policy, batch.replace(advantages=adv)
 
 
 @pytest.mark.parametrize("options", [{}, {"minibatch": 2, "epochs": 2}], ids=str)
@@ -175,8 +180,7 @@ def flat_half(policy: af.Policy) -> af.Batch:
 def test_skipping_rows_without_advantage_is_exact(
     options: dict[str, Any], how: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    policy = random_policy(0)
-    batch = flat_half(policy)
+    policy, batch = flat_half()
 
     def go() -> tuple[Tensor, Any]:
         twin = policy.copy()
@@ -195,8 +199,7 @@ def test_skipping_rows_without_advantage_is_exact(
 
 
 def test_rows_without_advantage_have_an_entropy_bonus() -> None:
-    policy = random_policy(0)
-    batch = flat_half(policy)
+    policy, batch = flat_half()
     quiet = dataclasses.replace(batch, advantages=torch.where(batch.mask, 0.0, math.nan))
     with_both, with_advantages, with_bonus = (
         gradient(policy, given, entropy_coef=coef)[0] for given, coef in ((batch, 0.1), (batch, 0.0), (quiet, 0.1))
@@ -206,8 +209,7 @@ def test_rows_without_advantage_have_an_entropy_bonus() -> None:
 
 
 def test_target_kl_does_not_depend_on_skipped_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = random_policy(0)
-    batch = flat_half(policy)
+    policy, batch = flat_half()
 
     def updates(target: float) -> int:
         _, stats = stepped(policy, batch, af.PPOConfig(epochs=10, minibatch=4, target_kl=target), lr=3e-3)
@@ -222,16 +224,14 @@ def test_target_kl_does_not_depend_on_skipped_rows(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_minibatch_without_gradient_still_makes_an_update() -> None:
-    policy = random_policy(0)
-    batch = flat_half(policy)
+    policy, batch = flat_half()
     optimizer = af.adamw(policy, 1e-3)
     stats = af.ppo_step(policy, optimizer, batch, af.PPOConfig(minibatch=1, epochs=1, old_logprobs="engine"))
     assert (stats.updates, policy.version, {float(s["step"]) for s in optimizer.state.values()}) == (8, 8, {8.0})
 
 
 def test_a_batch_without_any_advantage() -> None:
-    policy = random_policy(0)
-    batch = batch_of(policy)
+    policy, batch = example()
     before = weights(policy)
     stats = af.ppo_step(
         policy,
@@ -270,8 +270,7 @@ def test_old_logprobs_of_the_engine_are_used_only_if_they_agree() -> None:
 
 
 def test_detail_has_the_logprobs_before_and_after() -> None:
-    policy = random_policy(0)
-    batch = batch_of(policy)
+    policy, batch = example()
     before = policy.score(batch, {"logprob"})["logprob"]
     stats = af.ppo_step(policy, af.adamw(policy, 1e-2), batch, detail=True)
     after = policy.score(batch, {"logprob"})["logprob"]
@@ -380,8 +379,7 @@ def test_old_logprobs_are_recomputed_if_the_first_minibatch_is_skipped() -> None
 
 
 def test_a_stale_batch_is_rejected_unless_allowed() -> None:
-    policy = random_policy(0)
-    batch = batch_of(policy)
+    policy, batch = example()
     policy.version += 64
     af.ppo_step(policy, af.adamw(policy, 1e-9), batch)
     before = weights(policy).clone()
@@ -399,8 +397,7 @@ def test_a_stale_batch_is_rejected_unless_allowed() -> None:
 
 @pytest.mark.parametrize("at", [0, 2])
 def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = random_policy(0)
-    batch = batch_of(policy)
+    policy, batch = example()
     wanted = policy.copy()
     if at:
         calls, real = itertools.count(), step.clip_and_step
@@ -432,8 +429,7 @@ def test_a_step_that_diverges_keeps_the_weights_of_the_last_update(at: int, monk
 
 
 async def test_repeated_cancellation_leaves_the_weights_of_an_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = random_policy(0)
-    batch = batch_of(policy)
+    policy, batch = example()
     boundaries = {0: policy.fingerprint()}
     twin = policy.copy()
     real = step.clip_and_step
@@ -487,15 +483,13 @@ async def test_the_async_step_equals_the_synchronous_one() -> None:
 
 
 def test_the_seed_determines_the_minibatches() -> None:
-    policy = random_policy(0)
-    batch = batch_of(policy)
+    policy, batch = example()
     same = [gradient(policy, batch, minibatch=2, seed=s)[0] for s in (1, 1, 2)]
     assert [torch.equal(same[0], other) for other in same] == [True, True, False]
 
 
 def test_max_grad_norm_scales_the_gradient() -> None:
-    policy = random_policy(0)
-    batch = batch_of(policy, stale=0.1)
+    policy, batch = example(stale=0.1)
     whole, small = (gradient(policy, batch, max_grad_norm=norm)[0] for norm in (None, 1e-3))
     assert float(small.norm()) == pytest.approx(1e-3, rel=1e-2)
     torch.testing.assert_close(small / small.norm(), whole / whole.norm(), atol=1e-4, rtol=0)

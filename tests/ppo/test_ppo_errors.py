@@ -170,7 +170,7 @@ def imitated(**settings: Any) -> Any:
 PLAN = [[("task", 1), ("WHITE", 2), ("BLACK", 2)]]
 
 
-@errors.table(
+test_batches = errors.rejected(
     (lambda: af.collate(TWO, "grpo"), af.errors.SettingsError, "one number per trajectory, got 'grpo'"),
     (lambda: af.collate(TWO, truncated="fine"), af.errors.SettingsError, "'penalty'"),
     (lambda: af.collate(TWO, [1.0, 2.0, 3.0]), af.errors.AlignmentError, "advantages must have the shape (2,)"),
@@ -237,5 +237,3 @@ PLAN = [[("task", 1), ("WHITE", 2), ("BLACK", 2)]]
         "lr must be a finite number above 0, got inf",
     ),
 )
-async def test_batches(call: Any, error: Any, text: str) -> None:
-    await errors.check(call, error, text)

@@ -48,6 +48,12 @@ def made(policy: af.Policy, count: int = 12, **options: Any) -> af.Batch:
     return af.collate(trajectories(policy, count, **options), af.advantages.grpo)
 
 
+def example(seed: int, count: int = 12, **options: Any) -> tuple[af.Policy, af.Batch]:
+    """Return a random policy and a batch for it."""
+    policy = agents.random_policy(seed)
+    return policy, made(policy, count, **options)
+
+
 def judged(policy: af.Policy, batch: af.Batch) -> af.Batch:
     """Return the batch with values, returns and token-level advantages."""
     values = policy.score(batch, {"value"})["value"]
@@ -95,8 +101,7 @@ def plain(policy: af.Policy, batch: af.Batch, function: Any, how: str, **options
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_has_the_gradient_of_its_definition(name: str) -> None:
-    policy = agents.random_policy(3)
-    batch = made(policy)
+    policy, batch = example(3)
     for how in get_args(af.losses.AggregateMode):
         options = {"denominator": 9.0} if how == "fixed" else {}
         wanted = plain(policy, batch, getattr(af.losses, name), how, **options)
@@ -107,16 +112,14 @@ def test_every_loss_has_the_gradient_of_its_definition(name: str) -> None:
 
 
 def test_clip_options_reach_the_loss() -> None:
-    policy = agents.random_policy(3)
-    batch = made(policy)
+    policy, batch = example(3)
     got, _ = gradient(policy, batch, loss="gspo", clip=0.1, clip_high=0.3)
     wanted = plain(policy, batch, functools.partial(af.losses.gspo, clip=0.1, clip_high=0.3), "token_mean")
     agents.assert_same_gradient(got, wanted)
 
 
 def test_clip_fraction_counts_tokens_without_gradient() -> None:
-    policy = agents.random_policy(3)
-    batch = made(policy, noise=0.5)
+    policy, batch = example(3, noise=0.5)
     _, stats = gradient(policy, batch, clip=0.1, micro_tokens=50, detail=True)
     now = policy.score(batch, {"logprob"})["logprob"]
     wanted = af.losses.clipped(now, batch.logprobs, batch.advantages, batch.mask, 0.1)[batch.mask].float()
@@ -207,8 +210,7 @@ def test_a_cpu_that_emulates_bfloat16_warns_once_before_the_step(
     features = {"avx2": True, "avx512_bf16": not emulated, "amx_bf16": False}
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: features, raising=False)
     cpu.warn_if_bfloat16_is_slow.cache_clear()
-    policy = agents.random_policy(6)
-    batch = made(policy, 2)
+    policy, batch = example(6, 2)
     errors.check(
         lambda: af.ppo_step(policy, af.adamw(policy), batch, af.PPOConfig(autocast="bfloat16", kl_coef=0.1)),
         af.errors.SettingsError,
@@ -294,8 +296,7 @@ def test_a_kl_in_the_reward_is_reported_and_not_added() -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_correction_weights_are_trainer_over_sampler(level: str) -> None:
-    policy = agents.random_policy(1)
-    batch = made(policy, noise=0.4)
+    policy, batch = example(1, noise=0.4)
     now = policy.score(batch, {"logprob"})["logprob"]
     weights = af.losses.importance_weights(now, batch.logprobs, batch.mask, level=level)  # type: ignore[arg-type]
 
@@ -311,8 +312,7 @@ def test_correction_weights_are_trainer_over_sampler(level: str) -> None:
 
 
 def test_correction_can_mask() -> None:
-    policy = agents.random_policy(1)
-    batch = made(policy, noise=2.0)
+    policy, batch = example(1, noise=2.0)
     _, stats = gradient(
         policy, batch, old_logprobs="recompute", correction={"cap": 1.5, "floor": 0.7, "beyond": "mask"}, detail=True
     )
@@ -390,6 +390,7 @@ def test_joined_batches_equal_one_batch() -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    pytest.importorskip("peft")
     return agents.shipped().copy().save(tmp_path_factory.mktemp("policy"))
 
 
@@ -397,7 +398,6 @@ def test_an_adapter_finds_its_base_from_any_folder(
     saved: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The path of the base was relative to the working directory. One may also be relative to the adapter."""
-    pytest.importorskip("peft")
     monkeypatch.chdir(saved.parent)
     policy = af.Policy.load(saved.name, lora=4)
     folder = policy.save(tmp_path / "adapter")
@@ -410,7 +410,6 @@ def test_an_adapter_finds_its_base_from_any_folder(
 
 
 def test_an_adapter_is_trained_and_its_base_is_the_reference(saved: Any, tmp_path: Any) -> None:
-    pytest.importorskip("peft")
     policy = af.Policy.load(saved, lora=4)
     assert "adapter" in repr(policy)
     base = agents.shipped()
@@ -445,7 +444,6 @@ def test_an_adapter_is_trained_and_its_base_is_the_reference(saved: Any, tmp_pat
 
 
 async def test_an_engine_samples_with_the_adapter(saved: Any) -> None:
-    pytest.importorskip("peft")
     policy = af.Policy.load(saved, lora=4)
     af.ppo_step(policy, af.adamw(policy, 1e-2), made(agents.shipped(), 8, noise=0.0))
     rollout = await agents.agent(policy).rollout(agents.tasks(2), group_size=2)

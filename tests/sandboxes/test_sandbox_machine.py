@@ -179,8 +179,7 @@ async def test_no_datagram_to_a_socket_of_the_host(level: str, tmp_path: Path):
                 assert (await attack(sandbox, code)).value == str(["done", *refused, "done"])
             for server in (named, abstract):
                 server.setblocking(False)
-                with pytest.raises(BlockingIOError):
-                    server.recv(100)
+                errors.check(lambda: server.recv(100), BlockingIOError)
         finally:
             os.unlink(path)
 

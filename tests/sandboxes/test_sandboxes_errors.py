@@ -1,8 +1,5 @@
 """Invalid settings of sandboxes."""
 
-from collections.abc import Callable
-from typing import Any
-
 import errors
 
 import agentfly_kit as af
@@ -10,7 +7,7 @@ import agentfly_kit as af
 PATHS = ("", "/abs", "../out", "a/../../b", "a/", "a\0")
 
 
-@errors.table(
+test_errors = errors.rejected(
     (lambda: af.PythonSandbox(memory_mb=1), af.errors.SettingsError, "memory_mb must be an integer of at least 32"),
     (lambda: af.PythonSandbox(processes=0), af.errors.SettingsError, "processes must be an integer of at least 1"),
     (
@@ -49,5 +46,3 @@ PATHS = ("", "/abs", "../out", "a/../../b", "a/", "a\0")
         "absolute paths to absolute paths",
     ),
 )
-async def test_errors(call: Callable[[], Any], error: type[Exception], text: str) -> None:
-    await errors.check(call, error, text)

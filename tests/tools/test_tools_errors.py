@@ -33,7 +33,7 @@ def defined(signature: str) -> Any:
 UNBOUND = "Counter.step is a method, which must be bound to an instance; use Counter(...).step"
 
 
-@errors.table(
+test_errors = errors.rejected(
     (lambda: af.tool(defined("a")), ToolSchemaError, "f: parameter 'a' must have a type, for example a: str"),
     (lambda: af.tool(defined("c: int")), ToolSchemaError,
      "f: parameter 'c' must have a description (the docstring describes 'a', 'b'); add to the docstring\n\n"
@@ -76,11 +76,9 @@ UNBOUND = "Counter.step is a method, which must be bound to an instance; use Cou
     (lambda: af.ToolSet([add]).revise(calculator), KeyError, "calculator"),
     (lambda: af.ToolSet([add]).remove("calculator"), KeyError, "calculator"),
 )  # fmt: skip
-async def test_errors(call: Any, error: type[Exception], text: str) -> None:
-    await errors.check(call, error, text)
 
 
-@errors.table(
+test_errors_of_sources_name_the_line = errors.rejected(
     *((lambda source=source: af.Tool.from_source(source), ToolSchemaError, text) for source, text in (
         (3, "source must be a string"),
         ("x" * 1_000_000, "at most 64,000 characters, got 1,000,000"),
@@ -105,8 +103,6 @@ async def test_errors(call: Any, error: type[Exception], text: str) -> None:
         (one("pass", "**a"), "line 1: parameter 'a' must accept a keyword argument"),
     )),
 )  # fmt: skip
-async def test_errors_of_sources_name_the_line(call: Any, error: type[Exception], text: str) -> None:
-    await errors.check(call, error, text)
 
 
 def sandbox_of(wanted: type, *provided: type) -> Any:
@@ -124,12 +120,10 @@ async def connect(server: Any, **settings: Any) -> None:
         pass
 
 
-@errors.table(
+test_errors_of_contexts_and_servers = errors.rejected(
     (lambda: sandbox_of(ForkingBox, OtherBox), SettingsError,
      "exactly one pool must provide a ForkingBox, got 0 (pools: OtherBox); pass Agent(pools=[af.Pool(ForkingBox)])"),
     (lambda: sandbox_of(Box, Box, Box), SettingsError, "exactly one pool must provide a Box, got 2"),
     (lambda: holding(game=[1], lock=threading.Lock()).fork("b"), SandboxError,
      "keep in context.state (game, lock) cannot be copied (TypeError"),
 )  # fmt: skip
-async def test_errors_of_contexts_and_servers(call: Any, error: type[Exception], text: str) -> None:
-    await errors.check(call, error, text)

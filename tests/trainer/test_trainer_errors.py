@@ -15,7 +15,7 @@ made = SMALL.replace
 NONE = {"advantage": "none", "teacher_coef": 1.0}
 
 
-@errors.table(
+test_settings = errors.rejected(
     (lambda: made(steps=0), af.errors.SettingsError, "steps must be an integer of at least 1, got 0"),
     (lambda: made(budget=9), af.errors.SettingsError, "budget must be an af.Budget or None, got 9"),
     (lambda: made(max_kl=0.0), af.errors.SettingsError, "max_kl must be a finite number above 0 or None"),
@@ -134,8 +134,6 @@ NONE = {"advantage": "none", "teacher_coef": 1.0}
         "got 'whiten'; trajectory_level is applied by default",
     ),
 )
-async def test_settings(call: Any, error: Any, text: str) -> None:
-    await errors.check(call, error, text)
 
 
 @af.reward(per="turn")
@@ -168,7 +166,7 @@ async def tracked_late() -> None:
         run.track(print)
 
 
-@errors.table(
+test_runs = errors.rejected(
     (lambda: unusual(agent="agent"), af.errors.SettingsError, "agent must be an "),
     (lambda: unusual(policy=None), af.errors.SettingsError, "policy must be "),
     (lambda: unusual(config={"steps": 1}), af.errors.SettingsError, "got {'steps': 1}"),
@@ -250,5 +248,3 @@ async def tracked_late() -> None:
         "None if device_map is given",
     ),
 )
-async def test_runs(call: Any, error: Any, text: str) -> None:
-    await errors.check(call, error, text)

@@ -199,7 +199,7 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
     assert 0 <= low <= view.to_frame().loc[1, "success"] <= high <= 1
     folder = w.TrainView(tmp_path / "run")  # without a handle, from the folder only
     assert folder._about["control"]["can"] is False
-    assert len(await folder.open_step(1)) == 4
+    assert len(await folder.open_step(1)) == 4 and folder.step == 1
     folder.pick(folder.rollout.trajectories[0])
     assert folder._chain["agent"] is False
     await ask(view, "stop")

@@ -36,7 +36,7 @@ def untyped(x):  # type: ignore[no-untyped-def]
     return x
 
 
-@errors.table(
+test_errors = errors.rejected(
     (lambda: w.TokenView(7), TypeError, "source must be"),
     (lambda: w.TokenView([1]), TypeError, "source must be"),
     (lambda: w.TokenView({"a": 1}), TypeError, "source must be"),
@@ -78,5 +78,3 @@ def untyped(x):  # type: ignore[no-untyped-def]
     (lambda: w.ToolForm(weather).select(1), ValueError, "call 1 does not exist"),
     (lambda: w.RewardForm(by_colour, saved()), af.errors.TaskError, "requires the field 'colour'"),
 )
-async def test_errors(call: Any, error: Any, text: str) -> None:
-    await errors.check(call, error, text)

@@ -27,7 +27,8 @@ from agentfly_kit.engines.local.slots import ROW_MULTIPLE, Request
 from agentfly_kit.errors import EngineError, check_count, check_value, checks_keywords
 from agentfly_kit.policy.cpu import single_torch_thread
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.samples import Sample, Sampling, TurnRequest
+from agentfly_kit.samples import Constraint, Sample, Sampling, TurnRequest
+from agentfly_kit.types import ImageSpan
 
 # Seconds after which an idle thread exits, so that an unreferenced engine can be garbage-collected.
 _IDLE_SECONDS = 2.0
@@ -69,6 +70,7 @@ class LocalEngine(Engine):
         # The last thread that exited because it was idle. It may still be executing torch code.
         self._last_thread: threading.Thread | None = None
         self._exiting = False
+        self._grammars: Any = None
         # Modified only by the engine's thread.
         self._batch = ContinuousBatch(policy, self.slots, alternatives)
 
@@ -127,14 +129,34 @@ class LocalEngine(Engine):
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
     ) -> Sample:
-        session = request.session if request is not None else None
-        got: Sample = await self._submit(ids, sampling, seed, session, top=0)
+        session = None if request is None else request.session
+        images = () if request is None else request.images
+        constraint = None if request is None else request.constraint
+        if images and not self.images:
+            raise EngineError(f"the ids must contain text only, because {self!r} reads no images")
+        matcher = None if constraint is None else self._matcher(constraint)
+        got: Sample = await self._submit(ids, sampling, seed, session, 0, matcher, images)
         return got
+
+    def constraint_obstacle(self) -> str:
+        from agentfly_kit.engines.local.grammar import obstacle
+
+        return obstacle(self.policy.chat)
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        self._matcher(constraint)
+
+    def _matcher(self, constraint: Constraint) -> Any:
+        if self._grammars is None:
+            from agentfly_kit.engines.local.grammar import Grammars
+
+            self._grammars = Grammars(self.policy.chat, self.policy.vocab_size)
+        return self._grammars.matcher(constraint)
 
     async def distribution(
         self, ids: Sequence[int], sampling: Sampling, *, top: int = 20
     ) -> tuple[list[int], list[float], float]:
-        got: tuple[list[int], list[float], float] = await self._submit(ids, sampling, 0, None, top=max(1, top))
+        got: tuple[list[int], list[float], float] = await self._submit(ids, sampling, 0, None, max(1, top))
         return got
 
     async def update(self, policy: Any) -> None:
@@ -148,12 +170,25 @@ class LocalEngine(Engine):
         with self._wake:
             self._released.append(session)
 
-    async def _submit(self, ids: Sequence[int], sampling: Sampling, seed: int, session: str | None, top: int) -> Any:
+    async def _submit(
+        self,
+        ids: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        session: str | None,
+        top: int,
+        matcher: Any = None,
+        images: Sequence[ImageSpan] = (),
+    ) -> Any:
         self._check_ids(ids)
-        array = np.asarray(ids, dtype=np.int64)
+        array = keys = np.asarray(ids, dtype=np.int64)
+        if images:
+            from agentfly_kit.images import row_keys
+
+            keys = row_keys(array, images)
         loop = asyncio.get_running_loop()
         limit = min(sampling.max_tokens, self.max_length - len(ids))
-        wanted = Request(array, sampling, seed, session, loop.create_future(), limit, top)
+        wanted = Request(array, keys, sampling, seed, session, loop.create_future(), limit, top, matcher)
         with self._wake:
             self._submitted.append(wanted)
             if self._thread is None:

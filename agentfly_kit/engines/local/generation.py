@@ -103,7 +103,7 @@ class ContinuousBatch:
             table.use_weights(self._weights.number(thorough=not table.active))
             for request in self.waiting:
                 # The chains of a group have the same prompt, so prefill it once and copy its keys and logits.
-                key = request.ids.tobytes()
+                key = request.row_keys.tobytes()
                 if chosen and key not in lead and self._should_wait(request, chosen[0]):
                     shares = True
                     later.append(request)
@@ -163,9 +163,9 @@ class ContinuousBatch:
         if self.is_recurrent:  # a prefix of a history cannot be copied
             return False
         leader, _, held = first
-        ids, other = request.ids[: len(leader.ids)], leader.ids[: len(request.ids)]
-        same = ids == other
-        common = len(ids) if same.all() else int(same.argmin())
+        keys, other = request.row_keys[: len(leader.ids)], leader.row_keys[: len(request.ids)]
+        same = keys == other
+        common = len(keys) if same.all() else int(same.argmin())
         return common - max(held, self.table.held_history(request)) >= _MIN_SHARED_TOKENS
 
     def _prompt_logits(self, chosen: list[tuple[Request, int, int]]) -> tuple[Tensor, int]:
@@ -176,7 +176,7 @@ class ContinuousBatch:
         cache = self.table.cache
         device = self.policy.device
         for request, slot, _ in chosen:
-            cache.ids[slot, : len(request.ids)] = request.ids
+            cache.row_keys[slot, : len(request.ids)] = request.row_keys
         done: dict[int, Tensor] = {}
         left = chosen
         while left:
@@ -233,7 +233,7 @@ class ContinuousBatch:
             )
             logits = self.policy.logits(hidden[:, 0])[:count]
             version = self.policy.version
-        cache.ids[np.arange(count), at[:count]] = tokens[:count]
+        cache.row_keys[np.arange(count), at[:count]] = tokens[:count]
         cache.length[:count] += 1
         ended = self._sample_next(requests, logits, version)
         for row in sorted(ended, reverse=True):
@@ -267,6 +267,11 @@ class ContinuousBatch:
             values = [getattr(request.sampling, name) for request in requests]
             return torch.tensor(values, device=device) if any(value != off for value in values) else None
 
+        allowed = None
+        if any(request.matcher is not None for request in requests):
+            from agentfly_kit.engines.local.grammar import allowed_tokens
+
+            allowed = allowed_tokens([request.matcher for request in requests], logits.shape[-1], device)
         # A filter that no request uses is None and is skipped.
         drawn = sample_tokens(
             logits,
@@ -275,6 +280,7 @@ class ContinuousBatch:
             top_p=column("top_p", 1.0),
             top_k=column("top_k", 0),
             min_p=column("min_p", 0.0),
+            allowed=allowed,
             alternatives=self._alternatives,
         )
         if not bool(drawn.logprobs.isfinite().all()):
@@ -294,6 +300,9 @@ class ContinuousBatch:
                 request.kept_mass.append(kept_mass[i])
             if self._alternatives:
                 request.alternatives.append(tuple(zip(top[0][i], top[1][i], strict=True)))
+            if request.matcher is not None and not request.matcher.consume_token(ids[i]):
+                ended[i] = "abort"  # its result is an error
+                continue
             # A stop token counts as a stop, not as a truncation, even if it is the last token within the limit.
             if ids[i] in self.policy.chat.stop_ids:
                 ended[i] = "stop"

@@ -133,7 +133,9 @@ class _LayerStates:
 
 
 class KVCache:
-    """Keys and values of many sequences. Slot i contains those of the tokens `ids[i, :length[i]]`.
+    """Keys and values of many sequences. Slot i contains those of `length[i]` tokens with these `row_keys`.
+
+    The row keys are token ids or, at placeholders of images, hashes of the images; see `Row.keys`.
 
     If the longest sequence has n tokens, attention reads `round_up(n)` keys. `round_up` is `padded` or `aligned`.
     """
@@ -142,7 +144,7 @@ class KVCache:
         self.count = count
         self._round_up = round_up
         self.capacity = round_up(capacity)
-        self.ids: npt.NDArray[np.int64] = np.zeros((count, self.capacity), dtype=np.int64)
+        self.row_keys: npt.NDArray[np.int64] = np.zeros((count, self.capacity), dtype=np.int64)
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
         # Number of leading tokens of each slot that were prefilled. Decoding rounds keys differently.
         self.prefilled: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
@@ -272,11 +274,11 @@ class KVCache:
     # --- copying and resizing ---
 
     def longest_prefix(
-        self, ids: npt.NDArray[np.int64], preferred: int | None, usable: npt.NDArray[np.bool_]
+        self, row_keys: npt.NDArray[np.int64], preferred: int | None, usable: npt.NDArray[np.bool_]
     ) -> tuple[int, int]:
-        """Return the usable slot with the longest prefix of `ids` (in a tie, `preferred`), and the prefix length."""
-        width = min(len(ids), self.capacity)
-        same = self.ids[:, :width] == ids[:width]
+        """Return the usable slot with the longest prefix of a row (in a tie, `preferred`), and the prefix length."""
+        width = min(len(row_keys), self.capacity)
+        same = self.row_keys[:, :width] == row_keys[:width]
         common = np.where(same.all(axis=1), width, same.argmin(axis=1))
         common = np.where(usable, np.minimum(common, self.length), 0)
         best = int(common.argmax())
@@ -290,7 +292,7 @@ class KVCache:
             held[target, :, :length] = held[source, :, :length]
         for states in self._states.values():
             states[target] = states[source]
-        self.ids[target, :length] = self.ids[source, :length]
+        self.row_keys[target, :length] = self.row_keys[source, :length]
         self.length[target] = length
         self.prefilled[target] = min(length, self.prefilled[source])
 
@@ -303,7 +305,7 @@ class KVCache:
             held[b, :, :n] = before
         for states in self._states.values():
             states[[a, b]] = states[[b, a]]
-        self.ids[[a, b], :n] = self.ids[[b, a], :n]
+        self.row_keys[[a, b], :n] = self.row_keys[[b, a], :n]
         for counts in (self.length, self.prefilled):
             counts[[a, b]] = counts[[b, a]]
 
@@ -314,7 +316,7 @@ class KVCache:
         if (count, capacity) == (self.count, self.capacity):
             return
         more = ((0, count - self.count), (0, capacity - self.capacity))
-        self.ids, self.length = np.pad(self.ids, more), np.pad(self.length, more[0])
+        self.row_keys, self.length = np.pad(self.row_keys, more), np.pad(self.length, more[0])
         self.prefilled = np.pad(self.prefilled, more[0])
         used = slice(0, self._initialized)
         for part, old in self._held.items():

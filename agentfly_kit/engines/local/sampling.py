@@ -31,14 +31,17 @@ def sample_tokens(
     top_p: Tensor | None = None,
     top_k: Tensor | None = None,
     min_p: Tensor | None = None,
+    allowed: Tensor | None = None,
     alternatives: int = 0,
 ) -> SampledTokens:
     """Sample one token per row by inverting the cumulative distribution; temperature 0 selects the most probable token.
 
-    Logprobs and entropies are those of the distribution after temperature and before truncation. For greedy rows, whose
-    distribution is degenerate, they are computed at temperature 1.
+    Tokens outside of `allowed` are excluded before the other filters. Logprobs and entropies are those of the
+    distribution after temperature and before truncation. For greedy rows, whose distribution is degenerate, they are
+    computed at temperature 1.
 
-    Shapes:  logits (B rows, V ids) float32; temperatures (B,); noise (B,) float64 in [0, 1); top_p, top_k, min_p (B,).
+    Shapes:  logits (B rows, V ids) float32; temperatures (B,); noise (B,) float64 in [0, 1); top_p, top_k, min_p (B,);
+             allowed (B, V) bool.
     Units:   nats.
     """
     greedy = temperatures == 0
@@ -49,16 +52,22 @@ def sample_tokens(
     entropies = -(p * logp).sum(-1)
     if not bool(entropies.isfinite().all()):  # logits of -inf give 0 * -inf = NaN
         entropies = -torch.where(p > 0, p * logp, torch.zeros_like(p)).sum(-1)
-    weights, kept_mass = p, None
+    kept_mass = None
+    if allowed is not None:
+        # Renormalize before the other filters, because the probabilities of all allowed tokens may round to 0.
+        every, scaled = scaled.logsumexp(-1), scaled.masked_fill(~allowed, -torch.inf)
+        kept_mass = (scaled.logsumexp(-1) - every).exp().clamp(min=torch.finfo(torch.float32).tiny)
+        p = torch.softmax(scaled, dim=-1)
+    weights = p
     if top_p is not None or top_k is not None or min_p is not None:
         weights = truncate(p, top_p=top_p, top_k=top_k, min_p=min_p)
-        kept_mass = weights.sum(-1)
+        kept_mass = weights.sum(-1) if kept_mass is None else weights.sum(-1) * kept_mass
     # Use float64; a float32 cumulative sum over a large vocabulary would round rare tokens to probability 0.
     cumulative = weights.cumsum(-1, dtype=torch.float64)
     target = noise.double()[:, None] * cumulative[:, -1:]
     ids = torch.searchsorted(cumulative, target, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
     if bool(greedy.any()):
-        ids = torch.where(greedy, logits.argmax(-1), ids)
+        ids = torch.where(greedy, scaled.argmax(-1), ids)
     top = logp.topk(alternatives)
     return SampledTokens(
         ids, logp.gather(-1, ids[:, None])[:, 0], entropies, kept_mass, top_ids=top.indices, top_logprobs=top.values

@@ -26,6 +26,8 @@ class Request:
     """A request and the tokens sampled for it so far."""
 
     ids: npt.NDArray[np.int64]
+    # Equal prefixes of keys, not of ids, have equal keys and values in the cache; see `Row.keys`.
+    row_keys: npt.NDArray[np.int64]
     sampling: Sampling
     seed: int
     session: str | None
@@ -34,6 +36,8 @@ class Request:
     limit: int
     # If positive, return this many of the most probable next tokens instead of sampling.
     top: int = 0
+    # Matcher of the constraint, see grammar.py; None if all tokens are allowed.
+    matcher: Any = None
     started: float = field(default_factory=time.perf_counter)
     # Number of decode steps that the request has waited for its prefill.
     waited: int = 0
@@ -45,15 +49,18 @@ class Request:
     versions: list[int] = field(default_factory=list)
     alternatives: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
 
-    def sample(self, stop: Any) -> Sample:
-        """Return the sampled tokens with their stop reason."""
+    def sample(self, stop: Any) -> Sample | EngineError:
+        """Return the sampled tokens with their stop reason, or an error if the constraint could not be followed."""
+        if self.matcher is not None and (problem := self.matcher.get_error()):
+            return EngineError(f"the constraint could not be followed: {problem}")
+        truncated = self.sampling.truncates or (self.matcher is not None and not self.sampling.greedy)
         return Sample(
             ids=tuple(self.sampled),
             logprobs=tuple(self.logprobs),
             entropies=tuple(self.entropies),
             stop=stop,
             versions=tuple(self.versions),
-            kept_mass=tuple(self.kept_mass) if self.sampling.truncates else None,
+            kept_mass=tuple(self.kept_mass) if truncated else None,
             alternatives=tuple(self.alternatives) or None,
             seconds=time.perf_counter() - self.started,
         )
@@ -144,7 +151,7 @@ class SlotTable:
         source, common = own, self.held_history(request)
         if not common and not empty:
             usable = np.array([slot.weights == self.weights for slot in self._slots])
-            source, common = self.cache.longest_prefix(request.ids, own, usable)
+            source, common = self.cache.longest_prefix(request.row_keys, own, usable)
             if own is None:  # compute decoded keys again, because other chains affect which of them are still cached
                 common = min(common, int(self.cache.prefilled[source]))
         common = min(common, len(request.ids) - 1)  # at least one token must be computed for its logits
@@ -169,7 +176,7 @@ class SlotTable:
         if own is None or self._slots[own].weights != self.weights:
             return 0
         held = int(self.cache.length[own])
-        same = held < len(request.ids) and bool((self.cache.ids[own, :held] == request.ids[:held]).all())
+        same = held < len(request.ids) and bool((self.cache.row_keys[own, :held] == request.row_keys[:held]).all())
         return held if same else 0
 
     def _grow(self, capacity: int, waiting: int) -> None:

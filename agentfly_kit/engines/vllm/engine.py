@@ -80,14 +80,14 @@ class VLLMEngine(Engine):
             Policy(whole.model, whole.chat, version=model.version).save(folder)
             model = folder
         self.model = str(model)
-        fixed = {"logprobs_mode", "worker_extension_cls", "generation_config"} & set(engine_args)
-        if fixed:
-            raise EngineError(f"engine_args must not set {', '.join(sorted(fixed))}, which would change the logprobs")
+        fixed = {"logprobs_mode", "worker_extension_cls", "generation_config"}
+        if given := sorted(fixed.intersection(engine_args)):
+            names = ", ".join(given)
+            raise EngineError(f"engine_args must not set {names}, which would change the logprobs")
         self._engine_args = engine_args
         self._config = load_config(self.model)
-        self._text_config = (
-            self._config.get_text_config()
-        )  # config of the language model, if the model has other parts
+        # Config of the language model, if the model has other parts.
+        self._text_config = self._config.get_text_config()
         self._stop_ids = tuple(stop_ids) if stop_ids is not None else None
         self._initial_version = int(read_json(Path(self.model) / "policy.json").get("version", 0))
         self._version = self._initial_version
@@ -181,9 +181,9 @@ class VLLMEngine(Engine):
             # If no caller is waiting for the start any more, stop vLLM in the background.
             if host.abandoned:
                 self._drop(host)
-                threading.Thread(
-                    target=host.stop, name="agentfly-vllm-stop"
-                ).start()  # not a daemon, so that the process waits for it
+                # Not a daemon, so that the process waits for it.
+                stopping = threading.Thread(target=host.stop, name="agentfly-vllm-stop")
+                stopping.start()
             raise
         except EngineError:
             self._drop(host)
@@ -268,7 +268,8 @@ class VLLMEngine(Engine):
         if self.alternatives and not host.exact:
             raise EngineError("this version of vLLM cannot record alternatives; use vLLM 0.32, or alternatives=0")
         version = host.version
-        got = (await host.generate(f"{next(self._request_numbers)}", list(ids), options)).outputs[0]
+        name = f"{next(self._request_numbers)}"
+        (got,) = (await host.generate(name, list(ids), options)).outputs
         _check_columns(got, 1 + extra)
         return self._read(got, sampling, host.exact, version, began)
 
@@ -294,16 +295,18 @@ class VLLMEngine(Engine):
 
     def _top(self, flat: Any, start: int) -> tuple[tuple[int, float], ...]:
         """Return the recorded alternatives, as (id, logprob), of the position whose columns begin at `start`."""
-        columns = slice(start + 1 + EXTRA_COLUMNS, start + 1 + EXTRA_COLUMNS + self.alternatives)
+        first = start + 1 + EXTRA_COLUMNS
+        columns = slice(first, first + self.alternatives)
         return tuple(zip(flat.token_ids[columns], flat.logprobs[columns], strict=True))
 
     @staticmethod
     def _versions(got: Any, count: int, version: int) -> tuple[int, ...]:
-        """Return the policy version of each token; `version` before the first update."""
+        """Return the policy version of each token. If vLLM does not report versions, it is `version`."""
         out = [version] * count
-        for span in got.weight_versions or ():
+        for span in getattr(got, "weight_versions", None) or ():
             if span.version.isdigit():
-                out[span.start : span.end] = [int(span.version)] * (span.end - span.start)
+                count = span.end - span.start
+                out[span.start : span.end] = [int(span.version)] * count
         return tuple(out)
 
     def _check(self, ids: Sequence[int], sampling: Sampling) -> None:
@@ -329,11 +332,13 @@ class VLLMEngine(Engine):
             "detokenize": False,
             "logprobs": EXTRA_COLUMNS + top,
         }
-        got = (await host.generate(f"{next(self._request_numbers)}", list(ids), options)).outputs[0]
+        name = f"{next(self._request_numbers)}"
+        (got,) = (await host.generate(name, list(ids), options)).outputs
         first = 1 + EXTRA_COLUMNS
         _check_columns(got, first + top)
-        flat = got.logprobs
-        return list(flat.token_ids[first : first + top]), list(flat.logprobs[first : first + top]), flat.logprobs[1]
+        flat, columns = got.logprobs, slice(first, first + top)
+        entropy = flat.logprobs[1]
+        return list(flat.token_ids[columns]), list(flat.logprobs[columns]), entropy
 
     # --- scoring of given tokens, for distillation ---
 
@@ -389,7 +394,8 @@ def _check_columns(got: Any, columns: int) -> None:
 
 def _kv_bytes(config: Any, tokens: int) -> int:
     """Return the bytes needed for the keys and values of `tokens` tokens, limited to the range from 64 MiB to 4 GiB."""
-    heads = int(getattr(config, "num_key_value_heads", 0) or getattr(config, "num_attention_heads", 0) or 8)
-    size = int(getattr(config, "head_dim", 0) or config.hidden_size // config.num_attention_heads)
-    token = 2 * int(config.num_hidden_layers) * heads * size * 4
+    query_heads = getattr(config, "num_attention_heads", 0)
+    heads = getattr(config, "num_key_value_heads", 0) or query_heads or 8
+    size = getattr(config, "head_dim", 0) or config.hidden_size // query_heads
+    token = 2 * int(config.num_hidden_layers) * int(heads) * int(size) * 4
     return min(max(tokens * token, 64 << 20), 4 << 30)

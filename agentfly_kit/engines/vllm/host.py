@@ -191,7 +191,9 @@ class Host:
             await self._call_core(self._llm.start_weight_update())
             request = WeightTransferUpdateRequest({"tensors": weights.tensors})
             await self._call_core(self._llm.update_weights(request))
-            await self._call_core(self._llm.finish_weight_update(str(weights.version)))
+            await self._call_core(self._llm.finish_weight_update())
+            if hasattr(self._llm, "update_weight_version"):  # older versions of vLLM have no labels
+                await self._call_core(self._llm.update_weight_version(str(weights.version)))
             # Paused requests recompute their keys and values with the new weights.
             await self._call_core(self._llm.reset_prefix_cache(reset_running_requests=True))
         except Exception as error:
@@ -234,9 +236,9 @@ class Host:
 
     async def _start(self) -> None:
         with _starting, _environment(self.folder, self.log):
-            logging.getLogger("torch._library.triton").setLevel(
-                logging.ERROR
-            )  # suppress warnings about missing triton
+            # Suppress warnings about missing triton.
+            logger = logging.getLogger("torch._library.triton")
+            logger.setLevel(logging.ERROR)
             try:
                 from vllm.engine.arg_utils import AsyncEngineArgs
                 from vllm.sampling_params import RequestOutputKind, SamplingParams
@@ -249,7 +251,8 @@ class Host:
             self._check_heads()
             self._sampling_types = (SamplingParams, RequestOutputKind.FINAL_ONLY)
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._settings))
-        self.exact = all(await self._call_core(self._llm.collective_rpc("agentfly_prepare", args=(os.getpid(),))))
+        preparing = self._llm.collective_rpc("agentfly_prepare", args=(os.getpid(),))
+        self.exact = all(await self._call_core(preparing))
 
     def _check_heads(self) -> None:
         """Raise EngineError if vLLM's CPU kernels do not support the model's head size; vLLM would crash later."""
@@ -261,7 +264,8 @@ class Host:
 
         config = load_config(self._settings["model"]).get_text_config()
         heads = int(getattr(config, "num_attention_heads", 0) or 1)
-        size = getattr(config, "head_dim", None) or int(getattr(config, "hidden_size", 0)) // heads
+        width = int(getattr(config, "hidden_size", 0))
+        size = getattr(config, "head_dim", None) or width // heads
         known = CPUAttentionBackend.get_supported_head_sizes()
         if size not in known:
             raise EngineError(f"the model has heads of size {size}, but vLLM's CPU kernels support only {known}")
@@ -298,8 +302,10 @@ class Host:
 def advice(log: Path, error: str = "") -> str:
     """Return possible remedies for a vLLM error, followed by the errors and the last lines of the log."""
     shown = tail(log)
-    tried = [hint for words, hint in _HINTS.items() if words.lower() in f"{error} {shown}".lower()]
-    return f"Try: {'; '.join(tried) or 'see the end of the log'}. {shown}"
+    text = f"{error} {shown}".lower()
+    tried = [hint for words, hint in _HINTS.items() if words.lower() in text]
+    tried = tried or ["see the end of the log"]
+    return f"Try: {'; '.join(tried)}. {shown}"
 
 
 def tail(log: Path) -> str:
@@ -324,11 +330,15 @@ def _environment(folder: Path, log: Path) -> Iterator[None]:
     """
     before = dict(os.environ)
     script = folder / "python"
-    python, to = shlex.quote(sys.executable), f'"$@" >>{shlex.quote(str(log))} 2>&1 </dev/null'
-    script.write_text(
-        f"#!/bin/sh\ncommand -v setsid >/dev/null && exec setsid {python} {to}\nexec {python} {to}\n",
-        encoding="utf-8",
+    python, output = shlex.quote(sys.executable), shlex.quote(str(log))
+    command = f'{python} "$@" >>{output} 2>&1 </dev/null'
+    lines = (
+        "#!/bin/sh",
+        f"command -v setsid >/dev/null && exec setsid {command}",
+        f"exec {command}",
+        "",
     )
+    script.write_text("\n".join(lines), encoding="utf-8")
     script.chmod(0o700)
     # Messages that vLLM logs in this process would appear in the notebook cell. Send them to the log file instead.
     words = folder / "logging.json"

@@ -37,7 +37,8 @@ async def update_servers(policy: Policy, engines: Sequence[OpenAIEngine]) -> lis
         return [server.error for server in servers]
     weights = await asyncio.to_thread(WeightFile, policy)
     try:
-        listening = [server.listen for server in servers if server.transport == "http" and server.error is None]
+        working = [server for server in servers if server.error is None]
+        listening = [server.listen for server in working if server.transport == "http"]
         with serve_file(weights.path, listening) as (path, ports):
             await _each(servers, lambda server: server.update(weights, path, ports))
     finally:
@@ -147,16 +148,22 @@ class _Server:
                 await self._request("/finish_weight_update")
                 await self._request("/start_weight_update")
             await self._request("/update_weights", {"update_info": {"tensors": weights.tensors}})
-            await self._request("/finish_weight_update", {"weight_version": label})
+            await self._request("/finish_weight_update")
             await self._request("/reset_prefix_cache?reset_running_requests=true")
+            try:
+                await self._request("/update_weight_version", {"new_version": label})
+            except Refused:  # older versions of vLLM have no labels
+                label = ""
         except BaseException as error:
             self.engine._update_failure = str(error) or "it was interrupted"
             self.engine._failed_updates += 1
             with contextlib.suppress(EngineError):  # the first error is reported
                 await self._request("/finish_weight_update")
             raise
-        self.engine._label, self.engine._version, self.engine._update_failure = label, weights.version, ""
-        self.engine.http.disconnected = False
+        engine = self.engine
+        engine._label, engine._version = label, weights.version
+        engine._update_failure = ""
+        engine.http.disconnected = False
 
 
 def _is_loopback(host: str) -> bool:

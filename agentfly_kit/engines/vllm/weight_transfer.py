@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import http.server
 import os
 import secrets
@@ -89,8 +90,9 @@ def weight_sources(policy: Policy) -> list[WeightSource]:
                     plain[name] = tensor
                 elif name.startswith(f"{layer}.base_layer."):
                     short = name.removeprefix(f"{layer}.base_layer.")
-                    plain[f"{layer}.{short}"] = tensor
-                    merged[f"{layer}.{short}"] = _MergedLayer(layers[layer], short)
+                    name = f"{layer}.{short}"
+                    plain[name] = tensor
+                    merged[name] = functools.partial(_merged_weight, layers[layer], short)
             state = plain
     seen: set[tuple[Any, ...]] = set()
     found: list[WeightSource] = []
@@ -117,25 +119,22 @@ def _adapter_layers(model: Any) -> dict[str, Any] | None:
                 return None
             layers[path] = module
     own = Counter(tensor.data_ptr() for tensor in model.state_dict().values())
-    if any(own[p.data_ptr()] > 1 for layer in layers.values() for p in layer.get_base_layer().parameters()):
-        return None  # tied weights: merging one layer would change the other
+    for layer in layers.values():
+        for parameter in layer.get_base_layer().parameters():
+            if own[parameter.data_ptr()] > 1:
+                return None  # tied weights: merging one layer would change the other
     return layers
 
 
-class _MergedLayer:
-    """Callable that merges the adapter of a layer into a copy of the layer and returns one of the merged weights."""
+def _merged_weight(layer: Any, name: str) -> torch.Tensor:
+    """Return a weight of a layer after merging the adapter of the layer into a copy of it."""
+    import torch
 
-    def __init__(self, layer: Any, name: str) -> None:
-        self._layer, self._name = layer, name
-
-    def __call__(self) -> torch.Tensor:
-        import torch
-
-        with torch.no_grad():
-            layer = copy.deepcopy(self._layer)
-            layer.merge()
-            found: torch.Tensor = layer.get_base_layer().state_dict()[self._name]
-        return found
+    with torch.no_grad():
+        layer = copy.deepcopy(layer)
+        layer.merge()
+        found: torch.Tensor = layer.get_base_layer().state_dict()[name]
+    return found
 
 
 class WeightFile:
@@ -221,7 +220,13 @@ def serve_file(path: Path, addresses: Iterable[tuple[str, int]]) -> Iterator[tup
                 raise EngineError(f"the weights cannot be served at {address}: {error}") from error
             stack.callback(server.server_close)
             ports[address] = server.server_port
-            threading.Thread(target=server.serve_forever, args=(0.02,), name="agentfly-weights", daemon=True).start()
+            thread = threading.Thread(
+                target=server.serve_forever,
+                args=(0.02,),
+                name="agentfly-weights",
+                daemon=True,
+            )
+            thread.start()
             stack.callback(server.shutdown)
         yield secret, ports
 

@@ -1,7 +1,7 @@
 """Extension of vLLM's workers. It receives weights, computes exact logprobs, and ends orphaned processes.
 
 vLLM adds `WorkerExtension` to the base classes of its worker class and calls the methods by name. Only vLLM's processes
-import this module. Verified with vLLM 0.32 (CPU).
+import this module. Verified with vLLM 0.32 (CPU); the interface of 0.26 was read.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from vllm.config import set_current_vllm_config
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -91,7 +92,7 @@ class WeightFileEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def receive_weights(self, update_info: _Contents) -> None:
         try:
-            with torch.no_grad():
+            with torch.no_grad(), set_current_vllm_config(self.vllm_config):
                 loaded = self.model.load_weights(read_weights(self._stream, update_info.tensors))
             lacks = sorted(self._wanted - loaded) if loaded is not None else []  # some models do not report them
             if lacks:
@@ -104,7 +105,7 @@ class WeightFileEngine(WeightTransferEngine):  # type: ignore[misc]
 
     def finish_weight_update(self) -> None:
         self.shutdown()
-        with torch.no_grad():
+        with torch.no_grad(), set_current_vllm_config(self.vllm_config):
             finalize_layerwise_reload(self.model, self.model_config)
             # A tied output matrix also has a repacked copy, which the reload does not update.
             for module in self.model.modules():
@@ -115,6 +116,11 @@ class WeightFileEngine(WeightTransferEngine):  # type: ignore[misc]
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+
+    @staticmethod
+    def trainer_send_weights(iterator: Any, trainer_args: Any) -> None:
+        """Raise NotImplementedError. vLLM 0.26 requires this method, but does not call it."""
+        raise NotImplementedError
 
 
 # vLLM imports this module before it creates the backend that its settings name.
@@ -137,9 +143,9 @@ class ExactSampler(Sampler):  # type: ignore[misc]
         scaled = logits
         if sampling_metadata.temperature is not None:
             temperature = sampling_metadata.temperature
-            temperature = torch.where(
-                temperature < 1e-5, torch.ones_like(temperature), temperature
-            )  # for greedy rows, logprobs are those at temperature 1
+            # For greedy rows, logprobs are those at temperature 1.
+            ones = torch.ones_like(temperature)
+            temperature = torch.where(temperature < 1e-5, ones, temperature)
             scaled = logits / temperature[:, None]
         whole = torch.log_softmax(scaled, dim=-1, dtype=torch.float32)
         p = whole.exp()
@@ -157,8 +163,8 @@ class ExactSampler(Sampler):  # type: ignore[misc]
             return Sampler.gather_logprobs(logprobs, num_logprobs, token_ids)
         found = Sampler.gather_logprobs(logprobs, num_logprobs - EXTRA_COLUMNS, token_ids)
         ids, values = found.logprob_token_ids, found.logprobs
-        return LogprobsTensors(
-            torch.cat([ids[:, :1], ids.new_zeros(len(ids), EXTRA_COLUMNS), ids[:, 1:]], dim=1),
-            torch.cat([values[:, :1], extra.to(values.dtype), values[:, 1:]], dim=1),
-            found.selected_token_ranks,
-        )
+        extra = extra.to(values.dtype)
+        no_ids = ids.new_zeros(len(ids), EXTRA_COLUMNS)
+        ids = torch.cat([ids[:, :1], no_ids, ids[:, 1:]], dim=1)
+        values = torch.cat([values[:, :1], extra, values[:, 1:]], dim=1)
+        return LogprobsTensors(ids, values, found.selected_token_ranks)

@@ -67,18 +67,13 @@ def after(board: Board, move: Move) -> Board:
 
 def read(board: Board, text: str) -> Move | None:
     """Parse a legal move such as "e7e8q" or "e8=Q+". Return None if no move matches, or more than one."""
-    stripped = text.strip()
-    if len(stripped) > 20:  # no move is this long, and the regular expression below takes quadratic time
-        return None
-    plain = re.sub(r"[+#!?]|\s*e\.p\.$", "", stripped).replace("0-0-0", "O-O-O").replace("0-0", "O-O")
-    found = []
-    for move in board.legal_moves:
-        if move.uci() == stripped.lower():
-            return move
-        written = board.san(move).rstrip("+#")
-        if plain in (written, written.replace("=", ""), written.replace("x", "")):
-            found.append(move)
-    return found[0] if len(found) == 1 else None
+    plain = re.sub(r"[#!?]+$|\s*e\.p\.$", "", text.strip()[:20])  # no move is longer
+    for parse, written in ((board.parse_uci, plain.lower()), (board.parse_san, plain)):
+        try:
+            return parse(written) or None  # python-chess also reads moves that pass
+        except ValueError:
+            continue
+    return None
 
 
 def mates(board: Board) -> list[Move]:

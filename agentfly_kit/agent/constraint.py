@@ -1,0 +1,45 @@
+"""Constraints on actions, from the tool choice and the response format of a request."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentfly_kit.agent.settings import AgentSettings
+from agentfly_kit.endpoint.reply import ReplyOptions, RequestError
+from agentfly_kit.samples import Constraint
+
+
+def make_constraint(agent: AgentSettings, tools: Sequence[dict[str, Any]], options: ReplyOptions) -> Constraint:
+    """Return the constraint: the action is one call of an allowed tool or, unless a call is required, JSON.
+
+    Raises:
+        RequestError: if no tool can be called.
+        NotImplementedError: if the engine or the format of tool calls cannot be constrained; with the reason.
+    """
+    functions = [tool["function"] for tool in tools]
+    body: dict[str, Any] = {}
+    if options.must_call is not None:
+        functions = [function for function in functions if options.must_call in ("", function["name"])]
+        if not functions:
+            raise RequestError(f"'tool_choice' must name one of 'tools', got {options.must_call or 'no tools'!r}")
+        body["tool_choice"] = "required"
+        if options.must_call:
+            body["tool_choice"] = {"type": "function", "function": {"name": options.must_call}}
+    if options.schema is not None:
+        form = {"name": "reply", "schema": options.schema}
+        body["response_format"] = {"type": "json_schema", "json_schema": form}
+    if reason := agent.engine.constraint_obstacle():
+        raise NotImplementedError(reason)
+    choices: list[tuple[str, ...]] = []
+    if agent.exact:
+        for function in functions:
+            if not isinstance(function["parameters"], Mapping):
+                raise RequestError(f"the parameters of {function['name']!r} must be a JSON schema of an object")
+            if (pattern := agent.chat.call_pattern(function["name"])) is None:
+                raise NotImplementedError(f"arguments in the format {agent.chat.format.name!r} are not JSON")
+            choices.append((pattern[0], json.dumps(function["parameters"]), pattern[1]))
+        if options.must_call is None:
+            choices.append(("", json.dumps(options.schema)))
+    return Constraint(tuple(choices), agent.chat.thinking_end if agent.exact else "", json.dumps(body))

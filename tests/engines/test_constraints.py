@@ -1,0 +1,260 @@
+"""Constrained sampling of `LocalEngine`: calls and JSON that match schemas, exact logprobs, and training."""
+
+import asyncio
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import dice
+import jsonschema
+import pytest
+import torch
+from agents import exact, fresh, random_policy, shipped
+from test_harness import TASK, TOOLS, harnessed, run_one
+
+import agentfly_kit as af
+from agentfly_kit.agent.constraint import make_constraint
+from agentfly_kit.chat import formats
+from agentfly_kit.endpoint.reply import ReplyOptions, RequestError
+from agentfly_kit.engines.local.grammar import Grammars, allowed_tokens
+from agentfly_kit.engines.local.sampling import sample_tokens
+from agentfly_kit.samples import Constraint, TurnRequest
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"unit": {"enum": ["C", "F"]}, "days": {"type": "integer", "minimum": 1, "maximum": 14}},
+    "required": ["unit", "days"],
+    "additionalProperties": False,
+}
+FORM = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+ASKED = [{"role": "user", "content": "What is 2+3?"}]
+
+
+def value_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Return the schema of a parameter as pydantic and @af.tool write it, such that values have a bounded length."""
+    kind = rng.randrange(7 if depth < 2 else 4)
+    text = {"type": "string", "maxLength": 8, "description": "A text."}
+    return [
+        lambda: text,
+        lambda: {"type": "integer", "minimum": -99, "maximum": rng.randrange(1, 10_000), "default": 0},
+        lambda: {"enum": rng.sample(["low", "high", "a b", 'q"t', 3, None, True], rng.randrange(1, 5))},
+        lambda: rng.choice([{"type": "boolean"}, {"type": "string", "pattern": "^[a-f0-9]{4}$"}, {"const": "x/y"}]),
+        lambda: {"type": "array", "items": value_schema(rng, depth + 1), "minItems": 1, "maxItems": 3},
+        lambda: {"anyOf": [value_schema(rng, depth + 1), {"type": "null"}], "title": "Maybe"},
+        lambda: object_schema(rng, depth + 1),
+    ][kind]()
+
+
+def object_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
+    names = rng.sample(["city", "limit", "to_address", "q", "日付", "start-line", "flags"], rng.randrange(4))
+    schema = {"type": "object", "properties": {name: value_schema(rng, depth) for name in names}}
+    return {**schema, "required": [n for n in names if rng.random() < 0.7], "additionalProperties": False}
+
+
+def tool(name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": "d", "parameters": parameters}}
+
+
+def agent_of(policy: af.Policy, **chat: Any) -> af.Agent:
+    return af.Agent(af.LocalEngine(policy, slots=32), chat=af.Chat(policy.chat.tokenizer, **chat), reward=exact)
+
+
+def constraint_of(agent: af.Agent, tools: Sequence[dict[str, Any]], **options: Any) -> Constraint:
+    return make_constraint(agent, tools, ReplyOptions(**options))
+
+
+async def sampled(agent: af.Agent, constraint: Constraint | None, seed: int, **settings: Any) -> af.Sample:
+    request = TurnRequest(TASK, 0, f"{seed}", constraint=constraint)
+    sampling = af.Sampling(**{"max_tokens": 400} | settings)
+    return await agent.engine.sample(agent.chat.prompt(ASKED), sampling, seed, request=request)
+
+
+@pytest.mark.parametrize("count", [200, pytest.param(2_000, marks=pytest.mark.long)])
+async def test_every_call_and_every_text_matches_its_schema(count: int) -> None:
+    """An almost uniform policy writes calls of random tools and texts with random schemas, in two formats."""
+    rng = random.Random(dice.seed())
+    agents = [agent_of(random_policy(length=512), format=name) for name in ("hermes", "react")]
+    stops: Counter[str] = Counter()
+
+    async def one(i: int) -> None:
+        agent, schemas = agents[i % 2], [object_schema(rng) for _ in range(3)]
+        tools = [tool(f"tool_{k}", schema) for k, schema in enumerate(schemas)]
+        if i % 3:
+            must_call = rng.choice(["", "tool_1"])
+            constraint = constraint_of(agent, tools, must_call=must_call)
+        else:
+            constraint = constraint_of(agent, (), schema=schemas[0])
+        sample = await sampled(agent, constraint, i)
+        stops[sample.stop] += 1
+        if sample.stop == "length":
+            return
+        parsed = agent.chat.parse(sample.ids or (), tools)
+        if not i % 3:
+            jsonschema.validate(json.loads(parsed.content), schemas[0])
+            return
+        (call,) = parsed.calls
+        assert call.error is None and not parsed.content and must_call in ("", call.name), parsed
+        jsonschema.validate(call.arguments, schemas[int(call.name[-1])])
+
+    await asyncio.gather(*map(one, range(count)))
+    print(stops)
+    assert stops["stop"] > 0.97 * count, stops
+
+
+async def test_logprobs_are_those_of_a_masked_forward_pass() -> None:
+    """`logprobs` are those of the policy, and with the kept mass those of the distribution that was sampled."""
+    policy = shipped()
+    agent = agent_of(policy)
+    grammars = Grammars(policy.chat, policy.vocab_size)
+    prompt = agent.chat.prompt(ASKED)
+    for i, temperature in enumerate((1.0, 0.7, 1.0, 1.3)):
+        constraint = constraint_of(agent, TOOLS.schemas, must_call="") if i % 2 else None
+        constraint = constraint or constraint_of(agent, (), schema=SCHEMA)
+        sample = await sampled(agent, constraint, i, temperature=temperature)
+        assert sample.ids and sample.logprobs and sample.kept_mass and sample.stop == "stop"
+        with torch.inference_mode():
+            logits = policy.model(torch.tensor([[*prompt, *sample.ids]])).logits[0, len(prompt) - 1 : -1].float()
+        matcher, masks = grammars.matcher(constraint), []
+        for token in sample.ids:
+            masks.append(allowed_tokens([matcher], policy.vocab_size, logits.device))
+            assert matcher.consume_token(token)
+        logits, at = logits / temperature, torch.tensor(sample.ids)[:, None]
+        masked = logits.masked_fill(~torch.cat([mask for mask in masks if mask is not None]), -torch.inf)
+        for found, expected in (
+            (torch.tensor(sample.logprobs), logits.log_softmax(-1)),
+            (torch.tensor(sample.logprobs) - torch.tensor(sample.kept_mass).log(), masked.log_softmax(-1)),
+        ):
+            torch.testing.assert_close(found, expected.gather(1, at)[:, 0], atol=1e-5, rtol=0)
+
+
+def test_the_mass_of_improbable_tokens_is_positive_and_other_filters_apply_to_the_rest() -> None:
+    logits = torch.tensor([[200.0, 0.0, 1.0, 2.0], [0.0, 0.0, 0.0, 0.0], [0.0, 1.0, 2.0, 3.0]])
+    allowed = torch.tensor([[False, True, True, False], [True] * 4, [True, True, True, False]])
+    one, noise = torch.ones(3), torch.full((3,), 0.99, dtype=torch.float64)
+    got = sample_tokens(logits, one, noise, allowed=allowed, top_k=torch.tensor([0, 0, 1]))
+    assert got.ids.tolist() == [2, 3, 2] and got.kept_mass is not None
+    assert got.kept_mass[0] > 0 and got.kept_mass[1] == 1.0
+    torch.testing.assert_close(got.kept_mass[2], logits[2].softmax(-1)[2])
+    assert sample_tokens(logits, 0 * one, noise, allowed=allowed).ids.tolist() == [2, 0, 2]
+
+
+async def test_samples_do_not_depend_on_constraints_of_other_requests() -> None:
+    agent = agent_of(shipped())
+    constraint = constraint_of(agent, TOOLS.schemas, must_call="calculator")
+    pairs = [(None if i % 2 else constraint, i) for i in range(16)]
+    alone = [await sampled(agent, *pair) for pair in pairs]
+    together = await asyncio.gather(*(sampled(agent, *pair) for pair in pairs))
+    for one, other in zip(alone, together, strict=True):
+        assert (one.ids, one.logprobs, one.kept_mass) == (other.ids, other.logprobs, other.kept_mass)
+    assert [sample.kept_mass is None for sample in alone] == [False, True] * 8
+
+
+async def test_thinking_precedes_the_constrained_part() -> None:
+    policy = random_policy(length=512)
+    agent = agent_of(policy)
+    constraint = Constraint((("", json.dumps(SCHEMA)),), thinking_end="</think>")
+    matcher = Grammars(policy.chat, policy.vocab_size).matcher(constraint)
+    text = '{so} <tool>\n</think>\n\n{"unit": "C", "days": 3}'
+    ids = list(agent.chat.encode(text))
+    assert matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting()
+
+
+def test_formats_whose_arguments_are_not_json_have_no_pattern() -> None:
+    found = {name: af.Chat(af.tiny.tokenizer(), format=name).call_pattern("f") for name in formats.NAMES}
+    assert {name for name, pattern in found.items() if pattern is None} == {
+        "code", "gemma4", "glm4", "lfm2", "qwen3_coder",
+    }  # fmt: skip
+    assert found["hermes"] == ('<tool_call>{"name":"f","arguments":', "}</tool_call>")
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+async def test_every_api_constrains_its_reply() -> None:
+    found: list[tuple[str, dict[str, Any]]] = []
+    function = TOOLS.schemas[0]["function"]
+    flat = [{"type": "function", **function}]
+    named = {"type": "function", "name": "calculator"}
+    parts = [{"name": "calculator", "input_schema": function["parameters"]}]
+
+    async def asking(endpoint: af.Endpoint) -> None:
+        async def post(path: str, **body: Any) -> Any:
+            answer = await endpoint.handle("POST", f"/v1/{path}", json.dumps(body).encode())
+            assert answer.status == 200, answer
+            return json.loads(answer.body)
+
+        for choice in ("required", {"type": "function", "function": {"name": "calculator"}}):
+            got = await post("chat/completions", messages=ASKED, tools=TOOLS.schemas, tool_choice=choice)
+            called = got["choices"][0]["message"]["tool_calls"][0]["function"]
+            found.append((called["name"], json.loads(called["arguments"])))
+        for choice in ("required", named):
+            (item,) = (await post("responses", input=ASKED, tools=flat, tool_choice=choice))["output"]
+            found.append((item["name"], json.loads(item["arguments"])))
+        for choice in ({"type": "any"}, {"type": "tool", "name": "calculator"}):
+            (block,) = (await post("messages", messages=ASKED, tools=parts, tool_choice=choice))["content"]
+            found.append((block["name"], block["input"]))
+        got = await post("chat/completions", messages=ASKED, response_format=FORM)
+        texts = [got["choices"][0]["message"]["content"]]
+        form = {"type": "json_schema", "schema": SCHEMA}
+        got = await post("responses", input=ASKED, text={"format": {"name": "weather", **form}})
+        texts.append(got["output"][0]["content"][0]["text"])
+        texts.append((await post("messages", messages=ASKED, output_config={"format": form}))["content"][0]["text"])
+        texts.append((await post("completions", prompt="2+3 is", response_format=FORM))["choices"][0]["text"])
+        for text in texts:
+            jsonschema.validate(json.loads(text), SCHEMA)
+
+    t = await run_one(asking, max_turns=20)
+    assert t.stop == "answered", t.error
+    for name, arguments in found:
+        assert name == "calculator"
+        jsonschema.validate(arguments, function["parameters"])
+    assert len(found) == 6 and all(turn.constrained and turn.kept_mass for turn in t.actions)
+
+
+async def test_a_constrained_chain_is_trained_with_a_correction(tmp_path: Path) -> None:
+    """The importance weight of a token is the probability mass of the tokens that were allowed."""
+
+    async def calling(endpoint: af.Endpoint) -> None:
+        await endpoint.chat(ASKED, TOOLS.schemas, tool_choice="required")
+        await endpoint.chat(ASKED)
+
+    policy = fresh()
+    agent = harnessed(calling).replace(engine=af.LocalEngine(policy), chat=policy.chat)
+    rollout = await agent.rollout([TASK], 2)
+    loaded = af.Rollout.load(rollout.save(tmp_path / "r.jsonl"))
+    for given in (rollout, loaded):
+        with pytest.raises(af.errors.BatchError, match="or a constraint"):
+            af.collate(given, [1.0, -1.0])
+    batch = af.collate(loaded, [1.0, -1.0], allow_truncated_sampling=True)
+    assert batch.kept_mass is not None and 0 < float(batch.kept_mass[batch.mask].min()) < 1
+    optimizer = torch.optim.SGD(policy.model.parameters(), lr=0.0)
+    with pytest.raises(af.errors.BatchError, match="correction must be"):
+        af.ppo_step(policy, optimizer, batch, af.PPOConfig())
+    stats = af.ppo_step(policy, optimizer, batch, af.PPOConfig(correction="token"))
+    expected = float(batch.kept_mass[batch.mask].square().mean())
+    mean = float(batch.kept_mass[batch.mask].mean())
+    assert stats.effective_sample_size == pytest.approx(mean**2 / expected, abs=1e-4)
+
+
+async def test_what_cannot_be_constrained_is_refused_or_reported() -> None:
+    bodies: list[tuple[dict[str, Any], str]] = [
+        ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "Unimplemented keys"),
+        ({"response_format": {"type": "json_schema"}}, "must be text, json_object or json_schema"),
+        ({"tool_choice": "required"}, "got 'no tools'"),
+        ({"tools": TOOLS.schemas, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "got 'f'"),
+    ]
+
+    async def asking(endpoint: af.Endpoint) -> None:
+        for body, message in bodies:
+            with pytest.raises((RequestError, af.errors.SettingsError), match=message):
+                await endpoint.chat(ASKED, **body)
+        await endpoint.chat(ASKED, response_format=FORM)
+
+    t = await run_one(asking)
+    assert (t.stop, len(t.actions), len(t.rows)) == ("answered", 1, 1), t.error
+    bodies.clear()
+    with pytest.warns(UserWarning, match="is not enforced, because Played cannot constrain"):
+        assert (await run_one(asking, ["x"])).stop == "answered"
