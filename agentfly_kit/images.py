@@ -34,7 +34,8 @@ class Image(Displayable):
     """Immutable RGB image in a message or tool result.
 
     The image is decoded once, when it is created. Transparent pixels are blended with white, the orientation in EXIF
-    data is applied, and 16-bit greys are scaled to 8 bits. Two images are equal if size and pixels are.
+    data is applied, and 16-bit greys are scaled to 8 bits. Two images are equal if their sizes and
+    pixels are.
 
     Args:
         source: Image of Pillow, matplotlib figure, path, content of a PNG, JPEG, GIF, WebP or BMP file as bytes, or
@@ -45,8 +46,8 @@ class Image(Displayable):
         digest: Hash of size and pixels, as 32 hex digits.
 
     Raises:
-        SettingsError: If the source is no image, is damaged, animated or too large (more than 2048 x 2048 pixels, 8192
-            pixels on one side, or 16 MiB), or if Pillow is not installed.
+        SettingsError: If the source is not an image, is damaged, animated or too large (more than 2048 x 2048 pixels,
+            8192 pixels on one side, or 16 MiB), or if Pillow is not installed.
     """
 
     size: tuple[int, int]
@@ -59,7 +60,7 @@ class Image(Displayable):
         try:
             import PIL.Image
         except ImportError as error:
-            raise SettingsError("images need the package pillow; type: pip install 'agentfly_kit[images]'") from error
+            raise SettingsError("images require Pillow: pip install 'agentfly_kit[images]'") from error
         picture = source if isinstance(source, PIL.Image.Image) else None
         data = None if picture is not None else _read(source)
         try:
@@ -111,6 +112,7 @@ class Image(Displayable):
 
     @property
     def data_url(self) -> str:
+        """Content of the PNG file as a data URL."""
         return f"data:image/png;base64,{base64.b64encode(self.png).decode()}"
 
     def to_pil(self) -> Any:
@@ -151,7 +153,7 @@ class Image(Displayable):
 
     @property
     def full_html(self) -> str:
-        """The same with the image itself, unless its file is large."""
+        """Element with the image itself, or with the preview if its file is large."""
         small = bool(self.preview) and len(self.png) <= _REPR_BYTES
         shown = f'<img style="max-width:100%" src="{self.data_url}" alt="{self}">' if small else self.html
         return f"<div>{shown}</div>"

@@ -67,7 +67,7 @@ class Constraint(Displayable):
     """Form of an action, which is enforced during sampling.
 
     Attributes:
-        choices: Possible forms. Each is a sequence of texts and JSON schemas (as JSON) in turns, beginning with a text.
+        choices: Possible forms. In each, texts and JSON schemas (as JSON) alternate, beginning with a text.
         thinking_end: Tag that ends the thinking before the action; "" if the action begins without thinking.
         body: JSON with the fields of a chat completion request that have the same effect, for servers.
     """

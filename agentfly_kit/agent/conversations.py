@@ -22,8 +22,8 @@ def plain_messages(messages: Any, call_ids: Mapping[str, tuple[str, str]]) -> tu
     """Normalize the messages of a chat request.
 
     The role "developer" becomes "system", text parts are joined, arguments of tool calls are parsed, and unknown keys
-    are dropped. Images are refused, because a chain with a harness contains text
-    only. `call_ids` maps each call id sent to the client to the id and name of the call in the chain.
+    are dropped. Images are refused, because a chain with a harness contains text only. `call_ids` maps each call id
+    sent to the client to the id and name of the call in the chain.
 
     Raises:
         SettingsError: if a message is malformed or not plain text, or if the last message is an assistant message.

@@ -245,7 +245,7 @@ class HarnessChain(BaseChain):
             return self._to_reply(turn, sampling.stop)
 
     def count_tokens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> int:
-        """Return the number of tokens of the prompt if `reply` were called; 0 with a text-only engine."""
+        """Return the number of prompt tokens with which `reply` would sample; 0 with a text-only engine."""
         self._check_running()
         with validating():
             plain, schemas = plain_messages(messages, self._call_ids), plain_tools(tools)

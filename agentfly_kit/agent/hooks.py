@@ -105,7 +105,7 @@ def simulated_user(
     end: str = "###STOP###",
     sampling: Sampling | None = None,
 ) -> Callable[[Any], Awaitable[str | None]]:
-    """Create a `user` for `Agent(user=)` that is simulated by a model.
+    """Create a function for `Agent(user=)` that lets a model write the user's replies.
 
     The model sees the conversation with exchanged roles: it writes the user's messages, beginning with those of the
     task, and the agent's texts are its input. It sees neither tool calls nor their results.
@@ -114,7 +114,8 @@ def simulated_user(
         engine: Engine of the model that plays the user.
         instructions: What the user knows and wants, or a function that returns this for a task.
         chat: `af.Chat` of the engine's model; by default that of the engine's policy.
-        end: Text with which the model ends the conversation. A reply that contains it, or an empty one, is not sent.
+        end: Text with which the model ends the conversation. A reply that contains it or is empty is not sent to the
+            agent.
         sampling: Sampling settings of each reply; by default temperature 1 and at most 256 tokens.
 
     Raises:

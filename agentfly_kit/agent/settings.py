@@ -157,7 +157,7 @@ class AgentSettings(Displayable):
         if self.nudge is None and self.max_nudges != 1:
             raise SettingsError(f"max_nudges has an effect only with nudge, got {self.max_nudges}")
         if self.nudge is not None and self.user is not None:
-            raise SettingsError("nudge must be None with user, whose reply continues the chain")
+            raise SettingsError("nudge must be None with user, because the user's reply continues the chain")
         # Check signatures here, because a wrong one would otherwise fail only in the first chain that calls the hook.
         for name, parameters in _HOOKS.items():
             if (hook := getattr(self, name)) is not None:

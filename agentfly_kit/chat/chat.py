@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 History: TypeAlias = Literal["exact", "append", "rerender"]
 
 # Maximum number of entries in each cache of encoded messages or decoded ids.
-# Stands for the name of a tool, and for a parameter.
+# Placeholder for the name of a tool and the name of its parameter.
 _NAME = "qznamezq"
 _CACHE_SIZE = 1024
 

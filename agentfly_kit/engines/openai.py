@@ -61,11 +61,11 @@ class OpenAIEngine(Engine):
             mode, the server decides on options that are neither in `Sampling` nor here, and on top_k and min_p if they
             are 0. A vLLM server takes them from the model's generation_config.json; to sample from the whole
             distribution, pass {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}.
-        weights: How `update` sends weights: "shm" through shared memory to a server on this machine, "http" over a
-            socket that this process opens for the duration of an update, or "auto" for "shm" if the server's address
-            is a loopback address and "http" otherwise. The weights are not encrypted. For "http", the server connects
-            to the address of the interface through which this machine reaches the server. If the server must use
-            another address, pass it here, such as "http://10.0.0.5:7000".
+        weights: How `update` sends weights: "shm" through a file in shared memory to a server on this machine, "http"
+            over a socket that this process opens for the duration of an update, or "auto" for "shm" if the server's
+            address is a loopback address and "http" otherwise. The weights are not encrypted. For "http", the server
+            connects to the address of the interface through which this machine reaches the server. If the server must
+            use another address, pass it here, such as "http://10.0.0.5:7000".
         images: Maximum number of images per request in text mode, which are sent as data URLs; 0 if the model reads
             only text. Images returned by tools follow their results in a user message, because the API requires results
             to be text.

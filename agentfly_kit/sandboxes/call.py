@@ -131,9 +131,8 @@ class Call(Watch):
         self.printed = (bytearray(), bytearray())
         self.discarded = 0
         self.truncated = self.timed_out = False
-        self.answered = (
-            False  # the interpreter has replied, even if the caller was cancelled before it took the reply
-        )
+        # The interpreter has replied, even if the caller was cancelled before it took the reply.
+        self.answered = False
         self.violated = False  # the interpreter has sent something other than replies, or closed its socket
         self.limit: Limit | None = None
         self.status: int | None = None

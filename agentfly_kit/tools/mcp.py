@@ -57,7 +57,7 @@ async def mcp(
             `Agent(tools=tools, pools=[tools.pool])`. With 0, all chains share one session.
         timeout: time limit in seconds for connecting and for each call.
         max_chars: maximum length of an observation in characters, or None.
-        images: whether images become images of the results. The engine must read images, or the chain ends with an
+        images: whether images in results are shown to the model. The engine must read images, or the chain ends with an
             error.
 
     Raises:

@@ -43,7 +43,7 @@ class Grammars:
         self._cache: dict[Constraint, Any] = {}
 
     def matcher(self, constraint: Constraint) -> Any:
-        """Return a new matcher, which is advanced by `consume_token` and filled in a mask by `allowed_tokens`.
+        """Return a new matcher for `allowed_tokens`. Its method `consume_token` advances it by a sampled token.
 
         Raises:
             SettingsError: if a JSON schema has keywords or values that are not supported.

@@ -133,7 +133,7 @@ class _LayerStates:
 
 
 class KVCache:
-    """Keys and values of many sequences. Slot i contains those of `length[i]` tokens with these `row_keys`.
+    """Keys and values of many sequences. Slot i contains those of the tokens with `row_keys[i, :length[i]]`.
 
     The row keys are token ids or, at placeholders of images, hashes of the images; see `Row.keys`.
 

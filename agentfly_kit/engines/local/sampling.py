@@ -36,7 +36,7 @@ def sample_tokens(
 ) -> SampledTokens:
     """Sample one token per row by inverting the cumulative distribution; temperature 0 selects the most probable token.
 
-    Tokens outside of `allowed` are excluded before the other filters. Logprobs and entropies are those of the
+    Tokens outside `allowed` are excluded before the other filters. Logprobs and entropies are those of the
     distribution after temperature and before truncation. For greedy rows, whose distribution is degenerate, they are
     computed at temperature 1.
 

@@ -365,10 +365,12 @@ class VLLMEngine(Engine):
     async def update(self, policy: Any) -> None:
         """Load the policy's weights into vLLM. Running requests are paused and continue with the new weights.
 
-        The weights are first gathered in shared host memory, which must have space for all of them. `policy.lock` is
-        held only for this. An adapter is merged into them, and the value head is left out. Caches computed with the old
-        weights are discarded. If the call is cancelled before vLLM receives the weights, nothing changes. If it is
-        cancelled later, the update continues in the background, and `version` changes when the update is complete.
+        The weights are first gathered in a file: in shared memory or, if there is too little, in the folder for
+        temporary files. `policy.lock` is held only for this. An adapter is merged into them, and the value head is left
+        out. Caches computed with the old weights are discarded.
+
+        If the call is cancelled before vLLM receives the weights, nothing changes. If it is cancelled later, the update
+        continues in the background, and `version` changes when the update is complete.
 
         If vLLM fails during an update, its weights are undefined, and the engine does not sample until an update
         succeeds.

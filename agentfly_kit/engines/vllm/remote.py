@@ -112,8 +112,8 @@ class _Server:
 
         Args:
             weights: The weights.
-            path: Path below which this process serves them.
-            ports: The ports of the addresses at which it does.
+            path: Path of the URL at which this process serves them.
+            ports: Port of each address on which it listens.
         """
         address = weights.path.as_uri()
         way = "the server must run on this machine as this user; use weights='http'"

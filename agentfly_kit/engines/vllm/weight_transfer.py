@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 WeightSource = tuple[str, "torch.Tensor", "Callable[[], torch.Tensor]"]
 # Name of a tensor, its dtype and its shape.
 TensorInfo = list[Any]
-# Name under which vLLM knows the receiver of the weights, and the settings of vLLM that select it.
+# Name of the receiver in vLLM, and the setting of vLLM that selects it.
 BACKEND = "agentfly"
 TRANSFER_CONFIG = {"backend": BACKEND}
 
