@@ -327,6 +327,8 @@ class LoopChain(BaseChain):
         If the user does not reply, the chain ends with "answered".
         """
         with self._exclusive("ask_user"):
+            if self.agent.user is None:
+                raise SettingsError("the agent has no user; use agent.replace(user=...)")
             if not self.user_due:
                 raise SettingsError("the user has nothing to reply to: it replies to an action without a tool call")
             await self.hooks.gate()

@@ -22,8 +22,10 @@ def make_constraint(agent: AgentSettings, tools: Sequence[dict[str, Any]], optio
     body: dict[str, Any] = {}
     if options.must_call is not None:
         functions = [function for function in functions if options.must_call in ("", function["name"])]
+        if not tools:
+            raise RequestError("'tools' must have at least one tool, because 'tool_choice' requires a call")
         if not functions:
-            raise RequestError(f"'tool_choice' must name one of 'tools', got {options.must_call or 'no tools'!r}")
+            raise RequestError(f"'tool_choice' must name one of 'tools', got {options.must_call!r}")
         body["tool_choice"] = "required"
         if options.must_call:
             body["tool_choice"] = {"type": "function", "function": {"name": options.must_call}}
@@ -42,4 +44,7 @@ def make_constraint(agent: AgentSettings, tools: Sequence[dict[str, Any]], optio
             choices.append((pattern[0], json.dumps(function["parameters"]), pattern[1]))
         if options.must_call is None:
             choices.append(("", json.dumps(options.schema)))
-    return Constraint(tuple(choices), agent.chat.thinking_end if agent.exact else "", json.dumps(body))
+    # A prompt of text or ids is not rendered by the template, which may open a thought.
+    templated = agent.exact and options.prompt is None
+    thinking_end = agent.chat.thinking_end if templated else ""
+    return Constraint(tuple(choices), thinking_end, json.dumps(body))

@@ -244,11 +244,12 @@ class HarnessChain(BaseChain):
             self._check_running()
             return self._to_reply(turn, sampling.stop)
 
-    def count_tokens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> int:
+    async def count_tokens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> int:
         """Return the number of prompt tokens with which `reply` would sample; 0 with a text-only engine."""
         self._check_running()
         with validating():
             plain, schemas = plain_messages(messages, self._call_ids), plain_tools(tools)
+        await encode_long(plain, lambda: self._count_tokens(plain, schemas))
         return self._count_tokens(plain, schemas)
 
     def _check_running(self) -> None:

@@ -130,6 +130,8 @@ def simulated_user(
             {"role": "user", "content": "Hello! How can I help you?"},
         ]
         for turn in chain.turns:
+            if turn.kind == "prompt" and turn.row > 0:
+                continue  # the prompt of a later row repeats or summarizes earlier turns
             for message in turn.messages:
                 if message["role"] in _EXCHANGED and not message.get("tool_calls"):
                     messages.append({"role": _EXCHANGED[message["role"]], "content": text_of(message)})

@@ -63,7 +63,7 @@ class Endpoint(Displayable):
     def __init__(
         self,
         reply: Callable[..., Awaitable[Reply]],
-        count_tokens: Callable[[Sequence[Any], Sequence[Any]], int],
+        count_tokens: Callable[[Sequence[Any], Sequence[Any]], Awaitable[int]],
         name: str,
         warn: Callable[[str, str], None],
     ) -> None:
@@ -193,7 +193,7 @@ class Endpoint(Displayable):
         if path.endswith("/messages/count_tokens"):
             with validating():
                 request = messages.read_request(body)
-            return {"input_tokens": self._count_tokens(request.messages, request.tools)}
+            return {"input_tokens": await self._count_tokens(request.messages, request.tools)}
         text = f"{path} is not supported; use /chat/completions, /completions, /responses or /messages"
         raise RequestError(text, status=404)
 

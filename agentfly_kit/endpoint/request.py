@@ -80,6 +80,15 @@ def _ignored(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name in _IGNORED:
         if body.get(name) is not None:
             yield name, f"the harness asked for {name}={body[name]!r}; Agent(sampling=) decides instead"
+    if choice := _unknown_choice(body):
+        yield "tool_choice", f"the harness asked for tool_choice={choice!r:.80}, which is not enforced"
+
+
+def _unknown_choice(body: Mapping[str, Any]) -> Any:
+    """Return the tool choice of a request if it is neither enforced nor without effect, else None."""
+    choice = body.get("tool_choice")
+    known = ("auto", "none", "any", "required", "function", "tool")
+    return choice if isinstance(choice, Mapping) and choice.get("type") not in known else None
 
 
 def _must_call(body: Mapping[str, Any]) -> str | None:

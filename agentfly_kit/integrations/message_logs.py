@@ -24,7 +24,7 @@ _SHAREGPT_ROLES = {
     "function_call": "assistant", "observation": "tool", "tool": "tool", "function_response": "tool",
 }  # fmt: skip
 # Blocks of content that become other parts of a message, or other messages.
-_BLOCKS = {"tool_use", "tool_result", "thinking", "reasoning"}
+_BLOCKS = {"tool_use", "tool_result", "thinking", "reasoning", "redacted_thinking"}
 # Values of a score in Inspect.
 _INSPECT_VALUES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 
@@ -53,7 +53,8 @@ def inspect_samples(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         row["answer"], row["error"] = sample.get("target"), sample.get("error")
         numbers = []
         for name, score in (sample.get("scores") or {}).items():
-            row[name] = _INSPECT_VALUES.get(score["value"], score["value"])
+            value = score["value"]
+            row[name] = _INSPECT_VALUES.get(value, value) if isinstance(value, str) else value
             if is_number(row[name]):
                 numbers.append(row[name])
         if numbers:
@@ -96,7 +97,7 @@ def _without_blocks(message: Any) -> Iterator[Any]:
             calls.append({"id": block["id"], "function": function})
         elif kind in ("thinking", "reasoning"):
             thoughts.append(block[kind])
-        else:
+        elif kind != "redacted_thinking":
             rest.append(block)
     if rest or calls or message["role"] == "assistant":
         out = {**message, "content": rest or ""}
@@ -178,7 +179,8 @@ def _action_ids(
     prompt = chat.template.render(*chat._prepare(history, tools), generate=True)
     whole = chat.template.render(*chat._prepare([*history, message], tools), generate=False)
     text = whole.removeprefix(prompt)
-    end, stop = max((text.rfind(stop), stop) for stop in chat.template.stops())
+    ends = [(text.rfind(stop), stop) for stop in chat.template.stops()]
+    end, stop = max(ends, default=(-1, ""))
     if text == whole or end < 0:  # the template renders history differently, or without an end-of-turn token
         text = chat._with_written_calls(message)["content"]
         if chat._open_tag:

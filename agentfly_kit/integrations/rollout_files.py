@@ -142,7 +142,11 @@ def _records(row: Any, location: str) -> Iterator[_Record]:
                 ) from None
         return
     if isinstance(columns.get("samples"), list):
-        for sample in inspect_samples(columns):
+        try:
+            samples = list(inspect_samples(columns))
+        except (KeyError, TypeError, AttributeError) as error:
+            raise TaskError(f"{location}: the log of Inspect is damaged ({type(error).__name__}: {error})") from None
+        for sample in samples:
             yield from _records(sample, location)
         return
     encodable = isinstance(columns.get("prompt"), list)
@@ -278,13 +282,14 @@ def _trajectory(
 
 def _schemas(given: Any) -> tuple[dict[str, Any], ...]:
     """Return the tool schemas of a row, which may be JSON or in Anthropic's format."""
-    given = _parsed(given) if isinstance(given, str) else given
-    return tuple(
-        {"type": "function", "function": {**tool, "parameters": tool["input_schema"]}}
-        if _get(tool, "input_schema")
-        else tool
-        for tool in given or ()
-    )
+    schemas = []
+    for tool in (_parsed(given) if isinstance(given, str) else given) or ():
+        if _get(tool, "input_schema"):
+            names = ("name", "description")
+            function = {name: tool[name] for name in names if name in tool}
+            tool = {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+        schemas.append(tool)
+    return tuple(schemas)
 
 
 def _failure(error: Any) -> Failure:

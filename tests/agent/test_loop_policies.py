@@ -121,7 +121,11 @@ async def test_a_simulated_user_sees_the_conversation_with_exchanged_roles() -> 
 
     wishes = lambda task: f"You want to know {task.fields['answer']}."  # noqa: E731
     user = af.hooks.simulated_user(af.ScriptedEngine(script), wishes)
-    t = await one(played(["Which sum?", call("1+1"), "2"], user=user))
+    says = ["Which sum?", call("1+1"), "2"]
+    await one(played(says, user=user, before_turn=af.hooks.sliding_window(1)))  # its prompts repeat earlier turns
+    windowed, seen[:] = seen[:], []
+    t = await one(played(says, user=user))
+    assert seen == windowed
     assert (t.stop, t.final, len(t.turns)) == ("answered", "2", 6)
     assert seen[0][0]["content"].endswith("write ###STOP###\n\nYou want to know 2.")
     assert [(m["role"], m["content"]) for m in seen[1][1:]] == [

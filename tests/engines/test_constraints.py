@@ -243,7 +243,7 @@ async def test_what_cannot_be_constrained_is_refused_or_reported() -> None:
     bodies: list[tuple[dict[str, Any], str]] = [
         ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}}, "Unimplemented keys"),
         ({"response_format": {"type": "json_schema"}}, "must be text, json_object or json_schema"),
-        ({"tool_choice": "required"}, "got 'no tools'"),
+        ({"tool_choice": "required"}, "'tools' must have at least one tool"),
         ({"tools": TOOLS.schemas, "tool_choice": {"type": "function", "function": {"name": "f"}}}, "got 'f'"),
     ]
 

@@ -23,6 +23,7 @@ ROWS: tuple[tuple[Any, str], ...] = (
     ([{"traces": [{"task": {"data": {}}, "nodes": [{"parent": 0}]}]}], "the parent of a node must precede it"),
     ([{"messages": []}], "must begin with"),
     ([{"conversations": [{"from": "robot", "value": "a"}]}], "'from' must be one of system, human, user"),
+    ([{"samples": [{"id": 1}]}], "the log of Inspect is damaged (KeyError: 'messages')"),
     ([{"conversations": [{"from": "function_call", "value": "a"}]}], "a function_call must contain JSON, got 'a'"),
     ("missing.jsonl", "no such file or folder"),
     (".", " files, got none"),

@@ -137,6 +137,7 @@ ANTHROPIC = [
     {
         "role": "assistant",
         "content": [
+            {"type": "redacted_thinking", "data": "?"},
             {"type": "text", "text": ""},
             {"type": "tool_use", "id": "a", "name": "calculator", "input": {"expression": "2+3"}},
         ],
