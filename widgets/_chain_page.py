@@ -56,7 +56,7 @@ def chain_state(chains: list[Any], at: int, doing: str, again: bool, spare: bool
     if done is not None:
         where = "finished"
         if not can["rewind"]:
-            says += "; Undo is off, because the chain held a sandbox when it was scored, or was scored in a cell"
+            says += " Undo is off, because the chain held a sandbox when it was scored, or was scored in a cell."
     elif chain.closed:
         where = "closed without a score"
     elif doing:

@@ -62,6 +62,9 @@ export function ticks(lo, hi, n = 4) {
   return out;
 }
 
+/** Convert text to nodes, with the parts between backticks as code. */
+export const prose = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
+
 /** Split text into readable parts and invisible characters, which are shown as their code points. */
 export function readable(text) {
   return text.split(/([\u0000-\u0008\u000b-\u001f\u007f-\u009f\u00ad\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff\ufff9-\ufffb])/u)

@@ -224,9 +224,10 @@ def _legend_line(about: dict[str, Any], summary: dict[str, Any] | None) -> str:
     unit = f" {summary['unit']}" if summary["unit"] else ""
     if "min" not in summary:
         return f"{summary['label']}: missing on all {count(summary['missing'], 'sampled token')}"
+    missing = f"; missing on {summary['missing']} sampled" if summary["missing"] else ""
     return (
         f"{summary['label']}: {number(summary['min'])} to {number(summary['max'])}{unit}, "
-        f"mean {number(summary['mean'])}, on {count(summary['n'], 'token')}; missing on {summary['missing']} sampled"
+        f"mean {number(summary['mean'])}, on {count(summary['n'], 'token')}{missing}"
     )
 
 

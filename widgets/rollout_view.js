@@ -145,7 +145,7 @@ export default {
           put(pause, about.state === "paused" ? "Resume" : "Pause");
           const ended = /^(done|stopped|interrupted|failed|stopping)$/.test(about.state) || about.gone || context.stale();
           pause.disabled = stop.disabled = ended;
-          put(note, about.gone ? "The run no longer exists: this is its last state." : about.hint);
+          note.replaceChildren(...prose(about.gone ? "The run no longer exists: this is its last state." : about.hint));
           note.hidden = !note.textContent;
           for (const name of CHIPS) {
             const n = about.counts[name];

@@ -143,7 +143,7 @@ export default {
           const notes = about.runs.map((run, i) => (run.gone ? named(run, i, "The run no longer exists: these are its last numbers.") : run.detail && (single || run.state !== "not started") ? named(run, i, run.detail) : null)).filter(Boolean);
           notes.push(...about.runs.flatMap((run, i) => (run.finding ? [named(run, i, `Finding: ${run.finding}`)] : [])));
           if (!steps.length) notes.unshift("No step is recorded yet.");
-          note.replaceChildren(...notes.map((text) => h("div", {}, text)));
+          note.replaceChildren(...notes.map((text) => h("div", {}, ...prose(text))));
           note.hidden = !notes.length;
           const { can, ended, paused, stopping } = about.control;
           pause.hidden = stop.hidden = !can && !ended;
@@ -207,7 +207,7 @@ export default {
           charts.forEach((chart, k) => chart.box.classList.toggle("afk-several", runs.length * panels[k].lines.length > 1));
           const axes = panels.map((panel) => {
             const marks = ticks(panel.lo, panel.hi, 3);
-            const gap = marks.length > 1 ? marks[1] - marks[0] : 1;
+            const gap = marks.length > 1 ? marks[1] - marks[0] : (panel.hi - panel.lo) / 3 || 1;
             return marks.map((v) => [v, tick(v, gap)]);
           });
           PAD.left = margin(axes.flat().map(([, text]) => text)); // one margin, so that the steps are aligned

@@ -74,7 +74,7 @@ def rloo(rewards: Numbers, groups: Groups, *, singleton: Singleton = "zero") -> 
 def remax(rewards: Numbers, groups: Groups | None = None, *, baselines: Numbers) -> Tensor:
     """Subtract the reward of a greedy answer to the same task, given in `baselines`.
 
-    Shapes:  rewards (N trajectories,), baselines (N,) -> (N,). groups is unused and exists for a uniform signature.
+    Shapes:  rewards (N trajectories,), baselines (N,) -> (N,). groups is ignored: all estimators accept it.
     Units:   reward.
     Raises:  ValueError if a reward or a baseline is infinite. NaN in either means unscored.
     Source:  ReMax, arXiv 2310.10505.

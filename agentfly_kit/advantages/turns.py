@@ -104,7 +104,7 @@ def branch_weights(turn_ids: Sequence[Sequence[Hashable]], groups: Groups) -> Te
         for above, turn in zip((None, *path), path, strict=False):
             if parent.setdefault((g, turn), (g, above)) != (g, above):
                 raise ValueError(
-                    f"turn_ids must give every turn its own id, but turn {turn!r} has two parents in one group"
+                    f"turn_ids must be unique within a group, but the id {turn!r} follows two different turns"
                 )
             children.setdefault((g, above), set()).add(turn)
     branches = [[len(children[(g, a)]) for a in (None, *path[:-1])] for g, path in zip(index, paths, strict=True)]

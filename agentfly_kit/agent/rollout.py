@@ -284,7 +284,8 @@ class Rollout(Displayable):
         return cls.from_trajectories(*rollout_io.read(Path(path)))
 
     def __repr__(self) -> str:
-        parts = [f"{count_tasks([group.task for group in self.groups], self.splits)}, {len(self)} chains"]
+        tasks = count_tasks([group.task for group in self.groups], self.splits)
+        parts = [f"{tasks}, {len(self)} chain{'s' * (len(self) != 1)}"]
         if (success := self.summary().get("success")) is not None:
             parts.append(f"success {success:.3f}" + (f" ({self.success_hint})" if self.success_hint else ""))
         if self.unscored_reason:

@@ -108,7 +108,7 @@ class Chat(Displayable):
 
     @functools.cached_property
     def vocabulary(self) -> str:
-        """Fingerprint of the tokens and their ids. A batch can train any policy with the same vocabulary."""
+        """Fingerprint of the tokens and their ids. A batch can be used to train any policy with an equal one."""
         return digest(*(f"{token} {text}" for text, token in sorted(self.tokenizer.get_vocab().items())))
 
     def settings(self) -> dict[str, Any]:

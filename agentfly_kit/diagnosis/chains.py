@@ -286,9 +286,9 @@ def duplicate_component(e: Evidence) -> Result:
 
 
 def constant_component(e: Evidence) -> Result:
-    names = [name for name, values in e.components.items() if len(set(values)) == 1]
-    text = f"{', '.join(names)} never varied in {len(e.scored)} chains."
-    return (text, len(names), 0.2) if names and len(e.components) > 1 else None
+    constant = [f"{name} was {values[0]:g}" for name, values in e.components.items() if len(set(values)) == 1]
+    text = f"{', '.join(constant)} in all {len(e.scored)} chains{' of this step' if e.records else ''}."
+    return (text, len(constant), 0.2) if constant and len(e.components) > 1 else None
 
 
 def constant_reward(e: Evidence) -> Result:

@@ -130,8 +130,9 @@ def check(sandbox_type: Any) -> None:
             "gets its own instance"
         )
     if not environments.is_environment(sandbox_type):
+        without = "its reset has no parameters; " if hasattr(sandbox_type, "reset") else ""
         raise SettingsError(
-            f"{sandbox_type.__name__} is not an environment: "
+            f"{sandbox_type.__name__} is not an environment: {without}"
             "give it a method reset(self, task, ...) or reset(self, **fields) that starts an episode"
         )
 
@@ -242,6 +243,9 @@ class ResetHook:
     def __init__(self, sandbox_type: type) -> None:
         self.sandbox_type = sandbox_type
         self.function = sandbox_type.reset  # type: ignore[attr-defined]  # part of the run's fingerprint
+
+    def __repr__(self) -> str:
+        return f"<hook {self.sandbox_type.__name__}.reset>"
 
     async def __call__(self, chain: Chain) -> Any:
         await chain.context.sandbox(self.sandbox_type)

@@ -152,6 +152,10 @@ class Policy(Displayable, LanguageModel):
                 weights = str(folder / weights)
 
         try:
+            if not folder.exists():
+                from agentfly_kit.policy.hub import check_hub
+
+                check_hub(path, model_kwargs)
             with show_progress(lambda: f"loading the policy {Path(path).name!r}"), _without_progress_bar():
                 model, tokenizer = _load_model(weights, path, device, {"dtype": dtype, **model_kwargs})
                 if "device_map" in model_kwargs:

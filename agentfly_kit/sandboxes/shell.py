@@ -120,4 +120,6 @@ class ShellSandbox(HostedSandbox):
         if processes is None:
             raise SandboxError(f"this {type(self).__name__} cannot fork: this kernel does not list its processes")
         if (others := processes - 1 - shells) > 0:
-            raise SandboxError(f"this {type(self).__name__} cannot fork: background processes are running: {others}")
+            raise SandboxError(
+                f"this {type(self).__name__} cannot fork while background processes are running, got {others}"
+            )

@@ -196,14 +196,14 @@ class SQLSandbox(HostedSandbox):
         Raises:  SandboxError if a transaction is open or there are temporary tables. `into` is then reset.
         """
         if into.engine != self.engine:
-            raise SandboxError(f"a {self.engine} SQLSandbox can fork only into another one, not into {into.engine}")
+            raise SandboxError(f"into must be a SQLSandbox with engine {self.engine!r}, got {into.engine!r}")
         async with self._copying(into):
             await self._request_locked("settle", engine=self.engine)
             await self._copy_home(into)
 
 
 def _refuse(tagged: Any) -> Any:
-    raise ValueError(f"the sandbox returned an invalid database value: {tagged!r:.80}")
+    raise ValueError(f"the sandbox returned a value of no database type: {tagged!r:.80}")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

@@ -21,7 +21,7 @@ from agentfly_kit.policy.policy import Policy
 from agentfly_kit.tasks import load_tasks
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Message, Task, ToolCall, Turn, text_of
+from agentfly_kit.types import Message, Task, ToolCall, Turn, normalize_messages, text_of
 
 # What each shipped policy reads and does.
 _TASKS = {
@@ -264,8 +264,8 @@ def learner(
         seed: seed of the weights and of the random number generator.
 
     Raises:
-        SettingsError: if `lr` is not a positive finite number.
-        BatchError: if a conversation has no message from the assistant.
+        SettingsError: if `lr` is not a positive finite number, or a conversation is invalid, has no message of the
+            assistant, or calls a tool that is not in `tools` or has no such parameter.
     """
     given = [*tools]
     schemas = given if given and isinstance(given[0], dict) else [*ToolSet(given).schemas]
@@ -274,10 +274,24 @@ def learner(
 
     def batches() -> Iterator[Sequence[Trajectory]]:
         while True:
-            yield [demonstration(made.chat, demonstrate(rng), schemas, known) for _ in range(batch)]
+            conversations = (_check_demonstration(demonstrate(rng), schemas) for _ in range(batch))
+            yield [demonstration(made.chat, messages, schemas, known) for messages in conversations]
 
     _imitate(made, batches(), steps, lr)
     return made
+
+
+def _check_demonstration(messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> Sequence[Message]:
+    """Return the normalized messages if the assistant takes part and, if there are tools, calls only those."""
+    messages = normalize_messages(messages, "demonstrate", answered=True)
+    if all(message["role"] != "assistant" for message in messages):
+        raise SettingsError("demonstrate must return at least one message with the role 'assistant', got none")
+    known = {s["function"]["name"]: [*s["function"]["parameters"].get("properties", ())] for s in schemas}
+    for call in (call["function"] for message in messages for call in message.get("tool_calls", ()) if schemas):
+        if call["name"] not in known or not {*call["arguments"]} <= {*known[call["name"]]}:
+            shown = ", ".join(f"{name}({', '.join(names)})" for name, names in known.items())
+            raise SettingsError(f"demonstrate must call {shown}, got {call['name']}({', '.join(call['arguments'])})")
+    return messages
 
 
 def _untrained(words: Sequence[str], seed: int) -> Policy:

@@ -109,7 +109,11 @@ class InjectedFunction(Generic[P, R]):
             function = typing.cast(Any, function).__call__  # the method of a callable object
         plain = underlying(function) if self.kind == "tool" else function
         if not inspect.isfunction(plain):
-            raise self.error_type(f"a {self.kind} must be a function defined with `def`, got {shown}; use a wrapper")
+            stateful = inspect.isclass(function) or own_name
+            remedy = (
+                "af.envs.agent(Class, ...) makes tools of the methods of a class" if stateful else "use a wrapper"
+            )
+            raise self.error_type(f"a {self.kind} must be a function defined with `def`, got {shown}; {remedy}")
         if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
             raise self.error_type(f"a {self.kind} must return one result, got the generator {shown}")
         functools.update_wrapper(self, plain, updated=())
@@ -155,7 +159,7 @@ class InjectedFunction(Generic[P, R]):
         # Reject reward functions written for TRL or verifiers, which have parameters with these names.
         for name in ("completion", "completions", "prompts"):
             if self._injected_names and name in self._hidden and not set(self._injected_names) & set(self._hidden):
-                raise self._error(f"parameter {name!r} cannot be injected{self._injectable()}")
+                raise self._error(f"{name!r} is a parameter of rewards of TRL or verifiers{self._injectable()}")
         self.task_fields = tuple(
             n
             for n, i in self._hidden.items()

@@ -172,6 +172,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
             owner = self.__qualname__.rpartition(".")[0].rpartition(".")[2]
             raise ToolSchemaError(
                 f"{self.__qualname__} is a method, which must be bound to an instance; use {owner}(...).{self.__name__}"
+                f", which all chains share, or af.envs.agent({owner}, ...), which creates an instance for each chain"
             )
 
     # --- properties ---
@@ -201,7 +202,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
 
     def __repr__(self) -> str:
         hidden = f", hidden: {', '.join(self._hidden)}" if self._hidden else ""
-        unbound = ", unbound method" if self._method and self._instance is None else ""
+        unbound = ", unbound method" if type(self) is Tool and self._method and self._instance is None else ""
         return f"<Tool {self.name}{self._arguments.signature}{hidden}{unbound}>"
 
     # --- calls of the model ---

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def describe(value: Any) -> str:
     """Serialize a value to a string that is the same in every process.
 
-    A function is represented by a hash of its code, and any other object without a JSON form by its type name.
+    A function is represented by a hash of its code, and any other object without a JSON form by the name of its type.
     """
     try:
         return canonical_json(value)
@@ -167,6 +167,8 @@ def differences(known: Any, wanted: Any, path: str = "") -> list[str]:
         out = []
         for key in sorted({*known, *wanted}):
             where = f"{path}.{key}" if path else key
+            if key == "fingerprint" and known.get("source") != wanted.get("source"):
+                continue  # the change of the source says it
             if key not in known:
                 out.append(f"  {where}: not in the folder's run, now {_shortened(wanted[key])}")
             elif key not in wanted:

@@ -93,7 +93,7 @@ class Run(Displayable):
             lines = "\n".join(differences(known, wanted))
             raise RunMismatch(
                 f"{self.path} holds a run with other settings:\n{lines}\n"
-                "use another folder, or resume=False to replace the run"
+                "use another folder, or resume=False to replace the run; load the policy again if it was trained"
             )
         return True
 

@@ -39,7 +39,7 @@ test_errors = errors.rejected(
         "trajectory 1 must have a state per turn reward, got 2 for 1",
     ),
     (lambda: adv.branch_weights([["r"], ["r"]], [0, 0]), ValueError, "two leaves end in"),
-    (lambda: adv.branch_weights([["r", "a"], ["x", "a", "b"]], [0, 0]), ValueError, "two parents"),
+    (lambda: adv.branch_weights([["r", "a"], ["x", "a", "b"]], [0, 0]), ValueError, "follows two different turns"),
     (lambda: adv.whiten([[0.0, nan]], [[1, 1]]), ValueError, "advantages[0, 1] must be a finite number"),
     (lambda: adv.reinforce_plus_plus([[-inf, 0]], [[1, 1]]), ValueError, "token_rewards[0, 0] must be a finite"),
     (lambda: adv.reinforce_plus_plus([[0.0, 1.0]], [[1, 0]]), ValueError, "token_rewards[0, 1] must be 0 or NaN"),

@@ -332,7 +332,13 @@ async def test_drop_reasons_keep_the_chains_that_did_not_run() -> None:
 
 # --- a run ---------------------------------------------------------------------------------------
 
-PRINT: dict[str, Any] = {"config": {"lr": 0.1, "steps": 3}, "reward": {"f": {"source": "def f():\n    return 1\n"}}}
+
+def printed(config: dict[str, Any], returned: int) -> dict[str, Any]:
+    function = {"source": f"def f():\n    return {returned}\n", "fingerprint": str(returned)}
+    return {"config": config, "reward": {"f": function}}
+
+
+PRINT = printed({"lr": 0.1, "steps": 3}, 1)
 
 
 @pytest.fixture
@@ -350,7 +356,7 @@ def test_a_run_is_created_continued_or_rejected(tmp_path: Path) -> None:
     run.append({"step": 1, "loss": 0.5})
     again = af.Run(tmp_path / "run")
     assert again.claim(PRINT, resume=True) and again.records == [{"step": 1, "loss": 0.5}]
-    other = {"config": {"lr": 0.2, "steps": 3, "clip": 0.1}, "reward": {"f": {"source": "def f():\n    return 2\n"}}}
+    other = printed({"lr": 0.2, "steps": 3, "clip": 0.1}, 2)
     with pytest.raises(af.RunMismatch) as told:
         af.Run(tmp_path / "run").claim(other, resume=True)
     for line in (
@@ -358,7 +364,7 @@ def test_a_run_is_created_continued_or_rejected(tmp_path: Path) -> None:
         "-    return 1", "+    return 2", "resume=False to replace",
     ):  # fmt: skip
         assert line in str(told.value)
-    assert "steps" not in str(told.value)
+    assert "steps" not in str(told.value) and "fingerprint" not in str(told.value)
     assert not again.claim(other, resume=False)
     assert (af.Run(tmp_path / "run").records, again.claim(other, resume=True)) == ([], True)
     af.Run(tmp_path / "numpy").claim({"config": {"steps": 3, "lr": np.float32(0.5)}}, resume=True)

@@ -285,7 +285,9 @@ def test_classes_that_are_not_environments_are_rejected() -> None:
         af.errors.SettingsError,
         "secret can only be passed by position; remove the '/'",
     )
-    errors.check(lambda: guesser(["x"], Nothing), af.errors.SettingsError, "Nothing is not an environment")
+    errors.check(
+        lambda: guesser(["x"], Nothing), af.errors.SettingsError, "Nothing is not an environment: its reset has no"
+    )
     errors.check(lambda: guesser(["x"], Silent), af.errors.SettingsError, "Silent has no tool")
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import errors
+import huggingface_hub
 import pytest
 from agents import fresh, random_policy, shipped
 from test_decoder import FAMILIES, model
@@ -38,6 +39,7 @@ test_errors = errors.rejected(
         af.errors.PolicyError,
         "must be a folder written by Policy.save or a hub name",
     ),
+    (lambda: af.Policy.load("calculator"), af.errors.PolicyError, "use af.tiny.policy('calculator')"),
     (
         lambda: af.Policy.load("none", value_head="apart"),
         af.errors.SettingsError,
@@ -90,3 +92,11 @@ def test_code_in_the_folder_of_a_model_is_not_run(load: Any, tmp_path: Path, mon
     (tmp_path / "code.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Model: pass")
     errors.check(lambda: load(str(tmp_path)), Exception, re.compile(r"code|trust_remote_code"))
     assert (asked, (tmp_path / "ran").exists()) == ([], False)
+
+
+def test_a_hub_name_fails_at_once_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "https://hub.invalid")
+    monkeypatch.setattr("urllib.request.getproxies", dict)
+    text = "'nowhere/none' is not a folder, and cannot be downloaded, because hub.invalid is unknown here"
+    errors.check(lambda: af.Policy.load("nowhere/none"), af.errors.PolicyError, text)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import errors
 import pytest
 import recipes
 import torch
@@ -200,6 +201,24 @@ def test_a_learner_imitates_conversations(monkeypatch: pytest.MonkeyPatch) -> No
     assert first.version == 0 and progress[0] == "imitation, update 1 of 40"
     assert re.fullmatch(r"imitation, 40 of 40 updates done, loss \d\.\d\d, about 0 s left", progress[1])
     assert re.fullmatch(r"imitation: 40 updates in \d+ s, final loss \d\.\d{3}", progress[2])
+
+    def learn(*messages: dict[str, Any]) -> af.Policy:
+        asked = {"role": "user", "content": "swap"}
+        return af.tiny.learner(words, lambda rng: [asked, *messages], tools=[ask], steps=1, batch=1)
+
+    def calling(function: dict[str, Any]) -> dict[str, Any]:
+        return {"role": "assistant", "tool_calls": [function]}
+
+    for message, text in (
+        (
+            calling({"name": "ask", "arguments": {}}),
+            "demonstrate: message 1 (role 'assistant'): each of 'tool_calls'",
+        ),
+        (calling({"function": {"name": "aks", "arguments": {}}}), "demonstrate must call ask(word), got aks()"),
+        (calling({"function": {"name": "ask", "arguments": {"w": 1}}}), "must call ask(word), got ask(w)"),
+        ({"role": "user", "content": "blue"}, "at least one message with the role 'assistant', got none"),
+    ):
+        errors.check(lambda message=message: learn(message), af.errors.SettingsError, text)
 
 
 @pytest.mark.soak

@@ -101,7 +101,7 @@ def _for_call(number: int, instructions: list[bytes]) -> list[bytes]:
 def program(
     machine: str | None = None, *, landlock: int | None = None, network: bool = True
 ) -> bytes | None:  # fmt: skip
-    """Return the filter for an architecture, by default that of this machine; None if it is not supported.
+    """Return the filter for an architecture, by default this machine's, or None if the architecture is not supported.
 
     `landlock` is the Landlock ABI version in use, if any. With Landlock, the filter also denies calls that this version
     does not cover, and all sockets. If `network` is True, internet and netlink sockets remain allowed.

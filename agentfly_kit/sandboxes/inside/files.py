@@ -265,7 +265,7 @@ def grep(pattern: str, path: str, max_matches: int) -> dict[str, Any]:
         wanted = re.compile(pattern)
     except re.error as error:
         raise Refused(
-            f"{pattern!r} is not a regular expression: {error}; escape literal special characters with a \\"
+            f"{pattern!r} is not a regular expression: {error}; put a \\ before special characters that are literal"
         ) from None
     inside = relative_path(path)
     if os.path.isdir(os.path.join(work_folder(), inside)):
