@@ -181,6 +181,11 @@ if HAVE_VLLM:
 assert not healthy.serious and run.diagnose()[0].name == "constant_reward"
 assert repaired.summary()["success"] > 0
 """,
+    "35_trl": """
+for a, b in zip(their_log, our_log, strict=True):
+    assert float(a["reward"]) == b["reward"] and abs(float(a["grad_norm"]) / b["grad_norm"] - 1) < 1e-3
+assert difference.mean() < 0.05 * moved.mean()
+""",
     "17_branches": """
 assert {len(group) for group in rollout.groups} == {16} and made.P.between(0, 1).all() and control in sampled
 assert abs(sum(weights) / len(tree.groups) - 1) < 1e-6

@@ -26,4 +26,9 @@ SMALLER = {
     "22_masksearch": {"data.test[:100]": "data.test[:50]"},
     "25_tools_as_weights": {"for i in range(4):\n    _, curve": "for i in range(2):\n    _, curve"},
     "31_servers": WITHOUT_VLLM,
+    "35_trl": {  # a shipped policy and its tasks, which need no other model
+        "load(MODEL, lora=16)": 'load(af.tiny.policy().save("runs/tiny"), lora=16)',
+        'load_tasks("word_problems")': 'load_tasks("calculator")',
+        'task.fields["expression"]': 'task.messages[-1]["content"][len("What is ") : -1]',
+    },
 }
