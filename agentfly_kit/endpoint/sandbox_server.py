@@ -22,7 +22,6 @@ class SandboxServer(Server):
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
-        self._web = import_web()
         self._loop = asyncio.get_running_loop()
         self._endpoint = endpoint
         self._handlers = {endpoint.api_key: endpoint.handle}
@@ -32,6 +31,7 @@ class SandboxServer(Server):
         self._closed = False
 
     async def __aenter__(self) -> SandboxServer:
+        self._web = await asyncio.to_thread(import_web)  # the first import takes longer than the event loop may block
         await self._set_up()
         return self
 

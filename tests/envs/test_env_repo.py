@@ -265,7 +265,7 @@ def test_every_mutation_changes_one_line_and_still_compiles() -> None:
 
 MINI = (
     "env MSWEA_CONFIGURED=1 MSWEA_COST_TRACKING=ignore_errors LITELLM_LOCAL_MODEL_COST_MAP=True "
-    "mini --model openai/policy --yolo --exit-immediately --task"
+    "python -m minisweagent --model openai/policy --yolo --exit-immediately --task"
 )
 
 
@@ -274,14 +274,14 @@ def with_bash(command: str) -> str:
 
 
 def mending(task: af.Task, turn: int) -> str:
-    """Let an agent repair all tasks but those of the test split, whose tests it changes instead."""
+    """Let an agent repair the task `ONE`. In other tasks, it changes the tests instead."""
     lines = [(bug["file"], f"{bug['line']}c\\{bug['right']}") for bug in task.fields["bugs"]]
     commands = [
         "python run_tests.py",
         "; ".join(f"sed -i {shlex.quote(change)} {file}" for file, change in lines),
         "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
     ]
-    if task.split == "test":
+    if task.id != ONE.id:
         commands[1] = "echo 'def test_all(): pass' | tee tests/*.py"
     return with_bash(commands[turn])
 
@@ -299,7 +299,7 @@ async def test_mini_swe_agent_repairs_a_repository() -> None:
     agent = af.envs.repo.agent(af.ScriptedEngine(mending), chat=chat, harness=solve, size=1, options=options)
     honest, cheating = await agent.rollout([ONE, *af.envs.repo.tasks(1, "test")])
     for t in (honest, cheating):
-        assert (t.stop, len(t.actions), len(t.rows)) == ("answered", 3, 1), (t, outputs)
+        assert (t.stop, len(t.actions), len(t.rows)) == ("answered", 3, 1), (t.error, outputs)
         first, seen = t.turns[0].messages, t.turns[2].messages
         assert "helpful assistant" in first[0]["content"] and t.task.messages[-1]["content"] in first[1]["content"]
         assert "returncode" in seen[0]["content"] and t.tool_calls[0].result.ok
