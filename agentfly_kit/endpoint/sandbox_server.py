@@ -53,16 +53,15 @@ class SandboxServer(Server):
         if self._closed or open_now >= _MOST_CONNECTIONS:
             connection.close()
             return
-        task = self._loop.create_task(self._serve(connection))
+        task = self._loop.create_task(self._loop.connect_accepted_socket(self._runner.server, connection))
         self._pending.add(task)
-        task.add_done_callback(self._pending.discard)
 
-    async def _serve(self, connection: socket.socket) -> None:
-        try:
-            await self._loop.connect_accepted_socket(self._runner.server, connection)
-        except BaseException:
-            connection.close()
-            raise
+        def done(task: asyncio.Task[Any]) -> None:
+            self._pending.discard(task)
+            if task.cancelled() or task.exception() is not None:
+                connection.close()
+
+        task.add_done_callback(done)
 
     async def _answer(self, request: Any) -> Any:
         async with self._reading:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import socket
 from typing import Any
 
 import aiohttp
@@ -151,20 +152,28 @@ async def test_hostile_agents_leave_nothing(name: str, level: str) -> None:
     await until(lambda: asyncio.all_tasks() <= before)
 
 
+async def test_a_connection_accepted_just_before_the_end_is_closed() -> None:
+    async def accepting(endpoint: af.Endpoint) -> None:
+        own, other = socket.socketpair()
+        async with endpoint.for_sandbox() as server:
+            server.accept(other)
+        with own:
+            assert other.fileno() == -1 and own.recv(1) == b""
+
+    (t,) = await harnessed(accepting, ["x"]).rollout([TASK])
+    assert t.error is None
+
+
 @pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.long)])
 async def test_agents_that_are_cancelled_at_random_leave_nothing(count: int, level: str) -> None:
     if level == "landlock":
         pytest.skip("agents need sockets")
     chance = random.Random(dice.seed())
+    endpoints: list[af.Endpoint] = []
 
     async def hosting(endpoint: af.Endpoint, box: af.ShellSandbox) -> str:
+        endpoints.append(endpoint)
         return (await box.run_agent(running_agent(WAITING), endpoint)).text
-
-    async def chain(after: float) -> None:
-        running = asyncio.ensure_future(rollout())
-        await asyncio.sleep(after)
-        running.cancel()
-        await asyncio.wait([running])
 
     async def rollout() -> None:
         await hosted.rollout([TASK])
@@ -172,6 +181,12 @@ async def test_agents_that_are_cancelled_at_random_leave_nothing(count: int, lev
     before = asyncio.all_tasks()
     hosted = agent(hosting, level, size=count)
     async with hosted.pools[0] as pool:
-        await asyncio.gather(*(chain(chance.random() * 3) for _ in range(count)))
+        running = [asyncio.ensure_future(rollout()) for _ in range(count)]
+        for i, chain in enumerate(chance.sample(running, count)):
+            wanted = min(i, count - i) / 2  # some are cancelled before their first request
+            await until(lambda wanted=wanted: sum(each.usage.requests for each in endpoints) >= wanted)
+            await asyncio.sleep(chance.random() / 20)
+            chain.cancel()
+        await asyncio.wait(running)
         await until(lambda: pool.snapshot().leased == 0)
     await until(lambda: asyncio.all_tasks() <= before)
