@@ -6,6 +6,7 @@ import asyncio
 import socket
 from typing import TYPE_CHECKING, Any
 
+from agentfly_kit._async.pending_call import wait_all
 from agentfly_kit.endpoint.server import Server, import_web
 
 if TYPE_CHECKING:
@@ -41,7 +42,10 @@ class SandboxServer(Server):
             connection.force_close()  # at once, because this task may be cancelled again
         for task in self._pending:
             task.cancel()
-        await self._runner.cleanup()
+        try:
+            await wait_all(tuple(self._pending))
+        finally:
+            await self._runner.cleanup()
 
     def env(self, port: int) -> dict[str, str]:
         """Return the environment variables for an agent that reaches this server at a port of its own loopback."""
