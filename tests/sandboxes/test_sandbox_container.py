@@ -29,7 +29,7 @@ from cancelling import cancelled_lives
 from containers import IMAGE, Podman, trouble
 from patience import begun
 from test_sandbox_abuse import attack
-from test_sandbox_agents import check_reach
+from test_sandbox_agents import HOSTILE, check_hostile, check_reach
 from test_sandbox_python import files
 from waiting import GUARD, blocking_until
 
@@ -441,3 +441,8 @@ def test_address_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
 async def test_an_agent_reaches_its_own_chain_only(engine: Podman):
     await check_reach(place(engine), None)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_hostile_agents_leave_nothing(engine: Podman, name: str):
+    await check_hostile(name, place(engine))
