@@ -151,7 +151,7 @@ def _trl() -> Check:
 # Frameworks whose unmodified agents were tested as `Agent(harness=...)`; see docs/any_agent.md.
 _FRAMEWORKS = (
     "openai", "anthropic", "langchain", "langgraph", "openai-agents", "pydantic-ai-slim", "autogen-agentchat",
-    "smolagents",
+    "smolagents", "mini-swe-agent",
 )  # fmt: skip
 
 

@@ -79,6 +79,25 @@ async def over_http(question: str, endpoint: af.Endpoint) -> str:
     return "2"
 
 
+async def in_sandbox(question: str, endpoint: af.Endpoint, box: af.ShellSandbox) -> str:
+    result = await box.run_agent(["python3", "-c", PROGRAM, str(TURNS), json.dumps(SCHEMAS)], endpoint)
+    return result.text
+
+
+# The agent of `in_sandbox`. Its own CPU time is not measured.
+PROGRAM = """
+import http.client, json, os, sys
+from urllib.parse import urlsplit
+url = urlsplit(os.environ["OPENAI_BASE_URL"])
+connection = http.client.HTTPConnection(url.hostname, url.port)
+messages = [{"role": "user", "content": "What is 1+1?"}]
+for _ in range(int(sys.argv[1])):
+    body = json.dumps({"messages": messages, "tools": json.loads(sys.argv[2])})
+    connection.request("POST", url.path + "/chat/completions", body)
+    message = json.load(connection.getresponse())["choices"][0]["message"]
+    call = message["tool_calls"][0]["id"]
+    messages += [message, {"role": "tool", "tool_call_id": call, "content": "2"}]
+"""
 TURNS = 8
 SESSION: Any = None
 
@@ -98,6 +117,7 @@ async def main(requests: int, rounds: int) -> dict[str, float]:
         "endpoint.chat": af.Agent(engine, harness=with_chat, **common),
         "endpoint.client": af.Agent(engine, harness=with_client, **common),
         "HTTP": af.Agent(engine, harness=over_http, **common),
+        "sandbox": af.Agent(engine, harness=in_sandbox, pools=[af.Pool(af.ShellSandbox, size=4)], **common),
         "own loop": af.Agent(engine, tools=[calculator], chat=chat, max_turns=TURNS),
     }
     best: dict[str, float] = {}

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import distributions
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.endpoint import completions, messages, responses, text_completions
@@ -18,6 +18,9 @@ from agentfly_kit.endpoint.reply import Reply, RequestError, validating
 from agentfly_kit.endpoint.request import MODEL, Request, Response, usage
 from agentfly_kit.endpoint.server import KEY_PREFIX, Server
 from agentfly_kit.errors import AgentFlyError, SettingsError
+
+if TYPE_CHECKING:
+    from agentfly_kit.endpoint.sandbox_server import SandboxServer
 
 # Placeholder base URL for the in-process client, to which no connection is opened.
 _IN_PROCESS = "http://agentfly.invalid"
@@ -88,8 +91,7 @@ class Endpoint(Displayable):
     @property
     def base_url(self) -> str:
         """URL for HTTP clients. The first access starts a server on the loopback interface."""
-        if self._closed:
-            raise SettingsError("the endpoint is closed, because its chain has ended")
+        self._check_open()
         if self._server is None:
             self._server = Server.of_loop(self._loop)
             self._server.add(self.api_key, self.handle)
@@ -98,7 +100,11 @@ class Endpoint(Displayable):
     @property
     def env(self) -> dict[str, str]:
         """Environment variables for a command-line agent. Pass them as `env=os.environ | endpoint.env`."""
-        url, key = self.base_url, self.api_key
+        return self.variables(self.base_url)
+
+    def variables(self, url: str) -> dict[str, str]:
+        """Return the environment variables for an agent that reaches this endpoint at another URL than `base_url`."""
+        key = self.api_key
         return {
             "OPENAI_BASE_URL": url,
             "OPENAI_API_BASE": url,
@@ -106,6 +112,13 @@ class Endpoint(Displayable):
             "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),  # its clients append /v1/messages
             "ANTHROPIC_API_KEY": key,
         }
+
+    def for_sandbox(self) -> SandboxServer:
+        """Return a server that answers requests from one sandbox, for `ShellSandbox.run_agent`."""
+        from agentfly_kit.endpoint.sandbox_server import SandboxServer
+
+        self._check_open()
+        return SandboxServer(self)
 
     @cached_property
     def client(self) -> Any:
@@ -162,6 +175,10 @@ class Endpoint(Displayable):
         return got
 
     # --- requests ---
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SettingsError("the endpoint is closed, because its chain has ended")
 
     async def handle(self, method: str, path: str, body: bytes) -> Answer:
         """Answer an HTTP request. Invalid requests get a JSON error with a status code that clients do not retry."""

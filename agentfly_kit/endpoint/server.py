@@ -35,17 +35,22 @@ def http_logger() -> logging.Logger:
     return logger
 
 
+def import_web() -> Any:
+    """Return the module `aiohttp.web`. Raises SettingsError if aiohttp is not installed."""
+    try:
+        return importlib.import_module("aiohttp.web")
+    except ImportError:
+        raise SettingsError(
+            "an endpoint over HTTP requires the package aiohttp: pip install 'agentfly_kit[agents]'; "
+            "endpoint.client and endpoint.chat(messages) need no server"
+        ) from None
+
+
 class Server:
     """HTTP server that passes each request to the handler registered for its key. Every chain has its own key."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        try:
-            self._web = importlib.import_module("aiohttp.web")
-        except ImportError:
-            raise SettingsError(
-                "an endpoint over HTTP requires the package aiohttp: pip install 'agentfly_kit[agents]'; "
-                "endpoint.client and endpoint.chat(messages) need no server"
-            ) from None
+        self._web = import_web()
         self._loop = loop
         self._handlers: dict[str, Handler] = {}
         self._socket = socket.create_server(("127.0.0.1", 0), backlog=1024)
@@ -63,13 +68,16 @@ class Server:
         return server
 
     async def _start(self) -> None:
+        await self._set_up()
+        await self._web.SockSite(self._runner, self._socket).start()
+
+    async def _set_up(self) -> None:
         app = self._web.Application(client_max_size=_MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = self._web.AppRunner(
             app, access_log=None, logger=http_logger(), shutdown_timeout=1.0, lingering_time=1.0
         )
         await self._runner.setup()
-        await self._web.SockSite(self._runner, self._socket).start()
 
     def add(self, key: str, handler: Handler) -> None:
         self._handlers[key] = handler

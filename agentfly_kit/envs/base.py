@@ -303,7 +303,8 @@ def agent(
             sandbox classes that no given pool provides, small pools are created for them.
         acquire_timeout: how long a chain waits for an environment of the new pool, in seconds.
         options: keyword arguments for the environment class.
-        **settings: further arguments of `Agent`: max_turns, sampling, seed, pools, ...
+        **settings: further arguments of `Agent`: max_turns, sampling, seed, pools, ... With `harness=`, the model gets
+            no tools, and the harness gets the environment through a parameter such as `world: af.FromPool[Guess]`.
 
     Raises:  SettingsError if the class is not an environment or has no tool.
     """
@@ -320,7 +321,8 @@ def agent(
         )
     if hasattr(sandbox_type, "check_task"):
         own[0].check_task = sandbox_type(**getattr(pool, "options", {})).check_task
-    toolset = ToolSet([*own, *tools])
+    is_harnessed = settings.get("harness") is not None
+    toolset = ToolSet(tools if is_harnessed else [*own, *tools])
     scored = RewardSet(_reward(sandbox_type) if reward is None else reward)
     have = [pool, *(p for p in pools if p is not pool)]
     for asked in dict.fromkeys((*toolset.sandbox_types, *scored.sandbox_types)):
@@ -332,7 +334,7 @@ def agent(
         tools=toolset,
         reward=scored,
         pools=have,
-        before_chain=settings.pop("before_chain", ResetHook(sandbox_type)),
+        before_chain=settings.pop("before_chain", None if is_harnessed else ResetHook(sandbox_type)),
         **settings,
     )
 

@@ -7,7 +7,9 @@ sandbox's interpreter.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import SandboxError
 from .hosted import HostedSandbox
@@ -97,6 +99,25 @@ class ShellSandbox(HostedSandbox):
             stdout=result.stdout, stderr=stderr, error=error, seconds=result.seconds, truncated=result.truncated,
             timed_out=result.timed_out, died=ended, limit=limit, files_lost=result.files_lost, exit_code=code,
         )  # fmt: skip
+
+    async def run_agent(self, command: Sequence[str], endpoint: Any, timeout: float = 3600.0) -> ShellResult:
+        """Run a command-line agent, which reaches the policy through an endpoint and nothing else on this machine.
+
+        The agent gets the variables of `endpoint.env`, such as OPENAI_BASE_URL, with the address of a port of the
+        sandbox's own loopback interface. The port exists while the command runs, and serves only the endpoint's chain.
+        To set further variables, let the command begin with "env", as in ["env", "DEBUG=1", "mini", "-t", question].
+
+        Args:
+            command: program and arguments. The program must be visible in the sandbox, such as one that is installed
+                next to this Python.
+            endpoint: the endpoint of the chain, a parameter of the harness.
+            timeout: time limit in seconds, including the time in which the policy samples.
+
+        Raises:  IsolationError with isolation="landlock", which allows no sockets; SandboxError as for `run`.
+        """
+        from .agents import run_agent
+
+        return await run_agent(self, command, endpoint, timeout)
 
     async def fork(self, into: ShellSandbox) -> None:
         """Copy the files and the shell's state (directory, variables, functions, options) to another sandbox.

@@ -1,8 +1,11 @@
 """repo: rewards for repairs only, hostile changes, users' repositories, and mutations."""
 
 import dataclasses
+import importlib.util
+import json
 import os
 import random
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +261,46 @@ def test_every_mutation_changes_one_line_and_still_compiles() -> None:
         "name": "z = max(p, q)",
         "logic": "w = a or b",
     }
+
+
+MINI = (
+    "env MSWEA_CONFIGURED=1 MSWEA_COST_TRACKING=ignore_errors LITELLM_LOCAL_MODEL_COST_MAP=True "
+    "python -m minisweagent --model openai/policy --yolo --exit-immediately --task"
+)
+
+
+def with_bash(command: str) -> str:
+    return f'<tool_call>{{"name": "bash", "arguments": {json.dumps({"command": command})}}}</tool_call>'
+
+
+def mending(task: af.Task, turn: int) -> str:
+    """Let an agent repair the task `ONE`. In other tasks, it changes the tests instead."""
+    lines = [(bug["file"], f"{bug['line']}c\\{bug['right']}") for bug in task.fields["bugs"]]
+    commands = [
+        "python run_tests.py",
+        "; ".join(f"sed -i {shlex.quote(change)} {file}" for file, change in lines),
+        "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+    ]
+    if task.id != ONE.id:
+        commands[1] = "echo 'def test_all(): pass' | tee tests/*.py"
+    return with_bash(commands[turn])
+
+
+@pytest.mark.real
+@pytest.mark.skipif(importlib.util.find_spec("minisweagent") is None, reason="needs: mini-swe-agent")
+async def test_mini_swe_agent_repairs_a_repository() -> None:
+    outputs: list[str] = []
+
+    async def solve(task: af.Task, endpoint: af.Endpoint, repo: af.FromPool[af.envs.repo.Repo]) -> None:
+        question = task.messages[-1]["content"]
+        outputs.append((await repo.run_agent([*MINI.split(), question], endpoint)).text)
+
+    chat, options = af.Chat(af.tiny.tokenizer()), {"memory_mb": 1024, "cpu_seconds": 300.0, "processes": 64}
+    agent = af.envs.repo.agent(af.ScriptedEngine(mending), chat=chat, harness=solve, size=1, options=options)
+    honest, cheating = await agent.rollout([ONE, *af.envs.repo.tasks(1, "test")])
+    for t in (honest, cheating):
+        assert (t.stop, len(t.actions), len(t.rows)) == ("answered", 3, 1), (t.error, outputs)
+        first, seen = t.turns[0].messages, t.turns[2].messages
+        assert "helpful assistant" in first[0]["content"] and t.task.messages[-1]["content"] in first[1]["content"]
+        assert "returncode" in seen[0]["content"] and t.tool_calls[0].result.ok
+    assert (honest.reward, cheating.reward) == (1.0, 0.0), outputs

@@ -177,6 +177,13 @@ if HAVE_VLLM:
     lags = [record["lag"] for record in run.records]
     assert lags[0] == 0 and all(lag > 0 for lag in lags[1:])
 """,
+    "34_coding_agent": """
+assert [t.reward for t in rollout] == [1, 0, 0] and [len(t.actions) for t in rollout] == [4, 4, 1]
+assert {len(t.rows) for t in rollout} == {1} and (stopped.stop, stopped.reward) == ("timeout", 0)
+assert probed.final.split() == (
+    "its chain: 200 another key: 404 this machine: ConnectionRefusedError the internet: gaierror".split()
+)
+""",
     "33_why_it_does_not_learn": """
 assert not healthy.serious and run.diagnose()[0].name == "constant_reward"
 assert repaired.summary()["success"] > 0

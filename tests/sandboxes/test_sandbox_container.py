@@ -29,6 +29,7 @@ from cancelling import cancelled_lives
 from containers import IMAGE, Podman, trouble
 from patience import begun
 from test_sandbox_abuse import attack
+from test_sandbox_agents import HOSTILE, check_hostile, check_reach
 from test_sandbox_python import files
 from waiting import GUARD, blocking_until
 
@@ -436,3 +437,12 @@ def test_address_of_the_engine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert containers_module.address(None) == f"unix://{tmp_path}/podman/podman.sock"
     monkeypatch.delenv("XDG_RUNTIME_DIR")
     errors.check(lambda: containers_module.address(None), af.errors.IsolationError, "no container engine was found")
+
+
+async def test_an_agent_reaches_its_own_chain_only(engine: Podman):
+    await check_reach(place(engine), None)
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+async def test_hostile_agents_leave_nothing(engine: Podman, name: str):
+    await check_hostile(name, place(engine))

@@ -122,6 +122,10 @@ class Repo(SandboxEnvironment):
         """
         return await self._sandbox.run(command, timeout=self._seconds)
 
+    async def run_agent(self, command: Sequence[str], endpoint: Any, timeout: float = 3600.0) -> ShellResult:
+        """Run a command-line agent in the repository's folder; see `ShellSandbox.run_agent`."""
+        return await self._sandbox.run_agent(command, endpoint, timeout)
+
     @tool
     async def submit(self) -> str:
         """Report that the repository is repaired. It cannot be changed afterwards."""

@@ -10,10 +10,10 @@ import socket
 import struct
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..inside.frames import CONTROL, DATA, OUT, USAGE, frame, frames
+from ..inside.frames import CONTROL, DATA, MOST_TUNNELS, OUT, TUNNEL, USAGE, Tunnel, frame, frames
 from .limits import LimitHits, Usage
 
 _CHUNK = 65536
@@ -63,6 +63,10 @@ class Stream:
         self._raw = bytearray()  # received bytes, with the container engine's headers
         self._inbox = bytearray()
         self._outgoing: deque[tuple[int, bytes]] = deque()  # (channel, data still to be delivered), in order
+        # Called on this thread with each connection to the port of an agent in the container.
+        self.accept: Callable[[socket.socket], object] | None = None
+        self._tunnels: dict[int, Tunnel] = {}
+        self._last_tunnel = 0
 
     def boot(self, files: Sequence[Path]) -> None:
         """Send the source files of the program that runs inside the sandbox."""
@@ -94,6 +98,8 @@ class Stream:
                 events[self._data.fileno()] = select.POLLIN
             if blocked is not None:
                 events[blocked] = events.get(blocked, 0) | select.POLLOUT
+            for tunnel in () if over else self._tunnels.values():
+                events[tunnel.socket.fileno()] = select.POLLIN | (select.POLLOUT if tunnel.unsent else 0)
             poll = select.poll()
             # Register each file once, because a second registration would replace the events of the first.
             for file, wanted in events.items():
@@ -105,6 +111,9 @@ class Stream:
                 return
             if self._data is not None and self._data.fileno() in ready and not over:
                 self._forward()
+            for number, tunnel in list(self._tunnels.items()):
+                if tunnel.socket.fileno() in ready:
+                    self._relay_tunnel(number, tunnel)
             if self.connection.fileno() in ready:
                 over = not self._receive()
             self._deliver()
@@ -132,6 +141,8 @@ class Stream:
                 self._serial = message["serial"]
                 # Drop unread data of the previous interpreter; keep messages from the zygote.
                 self._outgoing = deque(each for each in self._outgoing if each[0] == CONTROL)
+            elif message["op"] == "unlisten":
+                self._drop_tunnels()
             self.connection.sendall(frame(CONTROL, self._serial, line))
         return bool(data)
 
@@ -174,9 +185,46 @@ class Stream:
                 self.usage.is_new = True
             elif channel == CONTROL:
                 self._outgoing.append((CONTROL, piece + b"\n"))
+            elif channel == TUNNEL:
+                self._receive_tunnel(serial, piece)
             elif serial == self._serial:
                 self._outgoing.append((channel, piece))
         return bool(data)
+
+    # --- the port of an agent
+
+    def _receive_tunnel(self, number: int, piece: bytes) -> None:
+        if number > self._last_tunnel:
+            self._last_tunnel = number
+            if self.accept is None or len(self._tunnels) >= MOST_TUNNELS:
+                self.connection.sendall(frame(TUNNEL, number, b""))
+                return
+            own, other = socket.socketpair()
+            self._tunnels[number] = Tunnel(own)
+            try:
+                self.accept(other)
+            except RuntimeError:  # the event loop is closed
+                other.close()
+        tunnel = self._tunnels.get(number)
+        if tunnel is not None and not tunnel.write(piece):
+            self._drop_tunnel(number)
+
+    def _relay_tunnel(self, number: int, tunnel: Tunnel) -> None:
+        usable = tunnel.flush()
+        data = tunnel.read() if usable else b""
+        if data:
+            self.connection.sendall(frame(TUNNEL, number, data))
+        elif data is not None:
+            self._drop_tunnel(number)
+
+    def _drop_tunnel(self, number: int) -> None:
+        self._tunnels.pop(number).socket.close()
+        self.connection.sendall(frame(TUNNEL, number, b""))
+
+    def _drop_tunnels(self) -> None:
+        for tunnel in self._tunnels.values():
+            tunnel.socket.close()
+        self._tunnels.clear()
 
     def _target(self, channel: int) -> int | socket.socket | None:
         if channel == CONTROL:
@@ -216,6 +264,7 @@ class Stream:
                 self._outgoing.popleft()
 
     def _drop_channels(self) -> None:
+        self._drop_tunnels()
         if self._data is not None:
             self._data.close()
             self._data = None

@@ -14,10 +14,10 @@ import sys
 import time
 from typing import Any
 
-from .frames import CONTROL, DATA, ERR, OUT, USAGE, frame, frames
+from .frames import CONTROL, DATA, ERR, MOST_TUNNELS, OUT, TUNNEL, USAGE, Tunnel, frame, frames
 from .kernel import PR_SET_NO_NEW_PRIVS, filter_calls, prctl
 from .processes import activity, descendants
-from .zygote import Zygote, run
+from .zygote import Zygote, listening_socket, run
 
 _CHUNK = 65536  # also the capacity of a pipe
 _FULL = 4 * _CHUNK  # number of unsent bytes above which code that prints is blocked
@@ -37,6 +37,9 @@ class Relay(Zygote):
         self.counts: tuple[int, ...] | None = None
         self.call_running = False
         self.usage_read = 0.0
+        self.listener: _socket.socket | None = None  # the port of an agent
+        self.tunnels: dict[int, Tunnel] = {}
+        self.last_tunnel = 0
 
     def serve(self) -> None:
         wake = self.wake_on_signals()
@@ -54,6 +57,14 @@ class Relay(Zygote):
                     poll.register(self.data, events)
             for pipe in self.pipes if room else ():
                 poll.register(pipe, select.POLLIN)
+            if self.listener is not None:
+                poll.register(self.listener, select.POLLIN)
+            for tunnel in self.tunnels.values():
+                events = (select.POLLIN if room and not tunnel.ended else 0) | (
+                    select.POLLOUT if tunnel.unsent else 0
+                )
+                if events:
+                    poll.register(tunnel.socket, events)
             ready = dict(poll.poll(_USAGE_SECONDS * 1e3 if self.call_running else None))
             if self.call_running and time.monotonic() - self.usage_read > _USAGE_SECONDS:
                 self.usage(always=True)
@@ -63,6 +74,11 @@ class Relay(Zygote):
                 self.read_pipe(pipe)
             if self.data is not None and self.data.fileno() in ready:
                 self.relay_data(ready[self.data.fileno()])
+            for number, tunnel in list(self.tunnels.items()):
+                if tunnel.socket.fileno() in ready:
+                    self.relay_tunnel(number, tunnel)
+            if self.listener is not None and self.listener.fileno() in ready:
+                self.accept(self.listener)
             if 0 in ready and not self.receive():
                 return
             self.flush()
@@ -79,6 +95,8 @@ class Relay(Zygote):
                 self.call_running = True
                 self.unsent += piece
                 self.forward()
+            elif channel == TUNNEL and serial in self.tunnels and not self.tunnels[serial].write(piece):
+                self.drop_tunnel(serial)
         return bool(data)
 
     def flush(self) -> None:
@@ -120,7 +138,48 @@ class Relay(Zygote):
             for pipe in self.pipes:
                 os.set_blocking(pipe, False)
             self.descriptors = [data.detach(), out_inside, err_inside]
+        elif message["op"] == "unlisten":
+            self.close_port()
         super().handle(message)
+
+    # --- the port of an agent
+
+    def listen(self) -> int:
+        self.close_port()
+        self.listener = listening_socket()
+        self.listener.setblocking(False)
+        return int(self.listener.getsockname()[1])
+
+    def accept(self, listener: _socket.socket) -> None:
+        try:
+            connection = _socket.socket(fileno=listener._accept()[0])  # type: ignore[attr-defined]
+        except OSError:
+            return  # the agent has already closed its connection
+        if len(self.tunnels) >= MOST_TUNNELS:
+            connection.close()
+            return
+        self.last_tunnel += 1
+        self.tunnels[self.last_tunnel] = Tunnel(connection)
+
+    def relay_tunnel(self, number: int, tunnel: Tunnel) -> None:
+        usable = tunnel.flush()
+        data = tunnel.read() if usable else b""
+        if data:
+            self.outbox += frame(TUNNEL, number, data)
+        elif data is not None:
+            self.drop_tunnel(number)
+
+    def drop_tunnel(self, number: int) -> None:
+        self.tunnels.pop(number).socket.close()
+        self.outbox += frame(TUNNEL, number, b"")
+
+    def close_port(self) -> None:
+        if self.listener is not None:
+            self.listener.close()
+            self.listener = None
+        for tunnel in self.tunnels.values():
+            tunnel.socket.close()
+        self.tunnels.clear()
 
     # --- the interpreter
 
@@ -129,6 +188,7 @@ class Relay(Zygote):
         self.close_ends()
 
     def close_ends(self) -> None:
+        self.close_port()
         if self.data is not None:
             self.data.close()
             self.data = None

@@ -3,7 +3,8 @@
 A frame, in either direction, consists of the channel (1 byte), the serial number of the interpreter (4 bytes), the
 length of the data (4 bytes) and the data. CONTROL is one JSON message of the zygote's protocol; DATA is a chunk of an
 interpreter's socket, and an empty chunk means that the socket was closed; OUT and ERR are printed output; USAGE is JSON
-with the counters of the container's control group.
+with the counters of the container's control group; TUNNEL is a chunk of a connection to the port that an agent uses,
+with the number of the connection in place of the serial number, and an empty chunk means that it was closed.
 """
 
 from __future__ import annotations
@@ -11,8 +12,15 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator
 
-CONTROL, DATA, OUT, ERR, USAGE = range(5)
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import _socket
+
+CONTROL, DATA, OUT, ERR, USAGE, TUNNEL = range(6)
 HEAD = struct.Struct("!BII")
+MOST_TUNNELS = 32
+_MOST_UNSENT = 2**22  # bytes; a tunnel whose reader is further behind is closed
+_CHUNK = 65536
 
 
 def frame(channel: int, serial: int, data: bytes) -> bytes:
@@ -28,3 +36,39 @@ def frames(buffer: bytearray) -> Iterator[tuple[int, int, bytes]]:
         data = bytes(buffer[HEAD.size : HEAD.size + length])
         del buffer[: HEAD.size + length]
         yield channel, serial, data
+
+
+class Tunnel:
+    """One end of a tunnelled connection: a non-blocking socket, and the data that it has not yet taken."""
+
+    def __init__(self, end: _socket.socket) -> None:
+        self.socket = end
+        self.socket.setblocking(False)
+        self.unsent = bytearray()
+        self.ended = False  # the other end of the tunnel was closed
+
+    def write(self, data: bytes) -> bool:
+        """Add the data of a frame and call `flush`. Empty data closes the tunnel once the rest has been sent."""
+        self.unsent += data
+        self.ended = self.ended or not data
+        return self.flush()
+
+    def flush(self) -> bool:
+        """Send what the socket takes. Return False if the tunnel is to be closed."""
+        try:
+            while self.unsent:
+                del self.unsent[: self.socket.send(self.unsent[:_CHUNK])]
+        except BlockingIOError:
+            return len(self.unsent) <= _MOST_UNSENT
+        except OSError:
+            return False
+        return not self.ended
+
+    def read(self) -> bytes | None:
+        """Return received data, which is empty if the connection was closed; None if there is none."""
+        try:
+            return self.socket.recv(_CHUNK)
+        except BlockingIOError:
+            return None
+        except OSError:
+            return b""

@@ -6,9 +6,11 @@ with the descriptor of the control socket, or as `probe JSON` to apply Landlock 
 
 The control socket carries JSON lines. The host sends the settings once, and then any of these commands: {"op": "fresh",
 "serial", "wipe"} with three file descriptors (data, stdout, stderr); {"op": "interrupt"}; {"op": "kill"}; {"op":
-"count", "serial"}; and {"op": "sync", "serial"}, which is echoed after all earlier commands are done. The zygote sends
-{"op": "ready"}, {"op": "fresh", "serial", "error"}, {"op": "exit", "serial", "status"}, {"op": "count", "serial",
-"processes"} and the echoed sync. When the host closes the socket, the zygote kills everything and exits.
+"count", "serial"}; {"op": "listen", "serial"} with a Unix socket over which the host gets a listening socket; and
+{"op": "sync", "serial"}, which is echoed after all earlier commands are done. The zygote sends {"op": "ready"}, {"op":
+"fresh", "serial", "error"}, {"op": "exit", "serial", "status"}, {"op": "count", "serial", "processes"}, {"op":
+"listen", "serial", "port", "error"} and the echoed sync. When the host closes the socket, the zygote kills everything
+and exits.
 """
 
 from __future__ import annotations
@@ -160,8 +162,26 @@ class Zygote:
             self.send_message(op="sync", serial=message["serial"])
         elif op == "count":
             self.send_message(op="count", serial=message["serial"], processes=self.count())
+        elif op == "listen":
+            port, error = 0, None
+            try:
+                port = self.listen()
+            except OSError as failure:
+                error = str(failure)
+            self.send_message(op="listen", serial=message["serial"], port=port, error=error)
         elif op == "kill":
             self.kill_all(notify=True)
+
+    def listen(self) -> int:
+        """Open a port on the loopback interface, pass its listening socket to the host, and return its number."""
+        channel = _socket.socket(fileno=self.descriptors.pop(0))
+        listener = listening_socket()
+        descriptor = listener.fileno().to_bytes(4, sys.byteorder)
+        channel.sendmsg([b"1"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, descriptor)])
+        port = listener.getsockname()[1]
+        listener.close()
+        channel.close()
+        return int(port)
 
     def fork(self, descriptors: list[int]) -> None:
         pid = os.fork()
@@ -229,6 +249,13 @@ class Zygote:
             if time.monotonic() > deadline:
                 raise TimeoutError("processes of the last chain are still alive after 3 s")
             time.sleep(0.0002)
+
+
+def listening_socket() -> _socket.socket:
+    listener = _socket.socket(_socket.AF_INET, _socket.SOCK_STREAM)
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(64)
+    return listener
 
 
 def passed_descriptors(extra: list[tuple[int, int, bytes]]) -> list[int]:
