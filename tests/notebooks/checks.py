@@ -29,6 +29,14 @@ assert stats.sampler_gap < 1e-4
 assert len(run.records) == 24 and run.records[-1]["success"] > 0.8
 assert first <= 0.35 and last >= 0.9 and len(difference.lost) < len(difference.gained)
 """,
+    "02_one_chain": """
+import math
+first = await agent.chain(task).distribution(top=2)
+entropies = [-p * math.exp(p) for p in first.logprobs]
+assert abs(sum(map(math.exp, first.logprobs)) - 0.964) < 1e-3
+assert abs(sum(entropies) - 0.653) < 1e-3 and abs(first.entropy - 0.908) < 1e-3
+assert len(samples) == 16 and len(plain) == 8 and len(rollout) == 24
+""",
     "03_chat_templates": """
 assert reports["tiny (ours)"].exact
 if folder:
@@ -143,6 +151,8 @@ assert abs(credit["uniform"].sum() - credit["broadcast"].iloc[0]) < 1e-6
 assert credit["per row"].abs().max() < credit["broadcast"].abs().max()
 assert cosine["share of last rows"]["last"] == 1 > cosine["share of last rows"]["broadcast"]
 assert all(cosine.loc["broadcast", name] < 0.9999 for name in ("last", "uniform", "geometric"))
+assert cosine.loc["broadcast", "last"] == cosine.loc["broadcast", list(changes)].min()
+assert sum(len(t.rows) == 1 for t in rollout) > 96 and "max_turns" in {t.stop for t in rollout if len(t.rows) == 6}
 """,
     "16_any_agent": """
 assert {len(t.rows) for t in rollout} == {1} and before.success <= 0.4 and after.success >= 0.7
