@@ -24,6 +24,7 @@ from agentfly_kit.errors import PolicyError, SettingsError, list_neighbours
 from agentfly_kit.policy.attention import use_soft_caps
 from agentfly_kit.policy.cpu import warn_if_bfloat16_is_slow
 from agentfly_kit.policy.forward import LanguageModel, ScoreName
+from agentfly_kit.policy.hub import check_hub
 from agentfly_kit.policy.value_head import Critic, ValueHead
 
 _VALUE_HEAD_PREFIX = "value_head."
@@ -118,8 +119,7 @@ class Policy(Displayable, LanguageModel):
             value_head: True adds a value head to the policy's decoder, and "separate" to a copy of it (see `Critic`).
             lora: Rank of a LoRA adapter, or options of `peft.LoraConfig`. By default, the adapter covers all linear
                 layers except those of a vision tower, which `{"r": 16, "vision": True}` includes. The model is frozen
-                and only the adapter is trained; `reference()` then returns the base model.
-                Must be None for a folder that contains an adapter.
+                and only the adapter is trained; `reference()` then returns the base model. Not for folders of adapters.
             device: Device of the model, such as "cuda:1" or "mps"; by default CUDA if available, otherwise the CPU.
             dtype: Torch dtype or its name; "auto" uses the dtype of the files.
             format: Format of tool calls; see `Chat`. "auto" uses that of a saved policy.
@@ -158,8 +158,6 @@ class Policy(Displayable, LanguageModel):
 
         try:
             if not folder.exists():
-                from agentfly_kit.policy.hub import check_hub
-
                 check_hub(path, model_kwargs)
             with show_progress(lambda: f"loading the policy {Path(path).name!r}"), _without_progress_bar():
                 model, tokenizer, processor = _load_model(weights, path, device, {"dtype": dtype, **model_kwargs})
@@ -326,8 +324,8 @@ class Policy(Displayable, LanguageModel):
         sharing = f", no prefix sharing: {obstacle}" if obstacle else ""
         if self.chat.reader is not None and (obstacle := self.__dict__.get("image_obstacle")):
             sharing += f", no images: {obstacle}"
-        size = f"{type(model).__name__}, {self.size:,} parameters{learns}{head}"
-        return f"Policy({size}, version {self.version}, {self.device}{sharing})"
+        size = f"{self.size:,} parameters{learns}{head}"
+        return f"Policy({type(model).__name__}, {size}, version {self.version}, {self.device}{sharing})"
 
 
 class _FrozenBase(Policy):
