@@ -16,6 +16,7 @@ from vision_models import FAMILIES, picture, reference_logprobs
 import agentfly_kit as af
 from agentfly_kit import widgets
 from agentfly_kit.agent.turns import encode_observation, observation_turn
+from agentfly_kit.engines.local import images as prompts
 from agentfly_kit.samples import TurnRequest
 
 A, B, WIDE = picture(1), picture(2), picture(3, (40, 12))
@@ -267,6 +268,8 @@ async def test_models_that_the_trial_refuses(monkeypatch: pytest.MonkeyPatch) ->
     policy = vision_models.policy("idefics3")
     batch = batch_of(await agent(policy).rollout(TASKS, 4))
     errors.check(lambda: text.score(batch), af.errors.PolicyError, "reads no images: its chat has no image processor")
+    monkeypatch.setattr(prompts.PromptImages, "options", lambda self, *given: {})
+    assert "other hidden states with a KV cache" in af.LocalEngine(policy.copy())._image_obstacle
     gemma = vision_models.policy("gemma3")  # its placeholders attend to each other in both directions
     monkeypatch.setattr(type(policy.model), "get_image_features", lambda self: 1 / 0)
     rows = ((gemma, "other logits than the model's own"), (policy.copy(), "raised ZeroDivisionError"))
