@@ -414,6 +414,12 @@ def spans_of(turns: Iterable[Turn]) -> tuple[ImageSpan, ...]:
     return tuple(spans)
 
 
+def images_in(ids: Sequence[int]) -> tuple[ImageSpan, ...]:
+    """Return the spans of images in ids that a chat has encoded."""
+    found: tuple[ImageSpan, ...] = getattr(ids, "images", ())
+    return found
+
+
 def drop_none(value: Any) -> Any:
     """Return a copy of a JSON value without dict entries whose value is None, at any depth."""
     if isinstance(value, dict):

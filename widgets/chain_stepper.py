@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import traitlets
 
 from agentfly_kit.errors import SandboxError
+from agentfly_kit.types import spans_of
 
 from ._base import Opener, _call
 from ._chain_code import code
@@ -232,7 +233,8 @@ class ChainStepper(Opener):
     async def _distribute(self, chain: Any, wanted: Any) -> None:
         agent = chain.agent
         try:
-            ids, logprobs, entropy = await agent.engine.distribution(chain.ids, agent.sampling, top=self.top)
+            options = {"top": self.top, "images": spans_of(chain.turn.row_path)}
+            ids, logprobs, entropy = await agent.engine.distribution(chain.ids, agent.sampling, **options)
             stops = set(agent.chat.stop_ids)
             found = {
                 "ids": [int(i) for i in ids],

@@ -28,7 +28,7 @@ from agentfly_kit.agent.turns import (
 from agentfly_kit.errors import SettingsError, check_instance
 from agentfly_kit.samples import Distribution
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Message, Task, ToolResult, Turn, normalize_messages
+from agentfly_kit.types import Message, Task, ToolResult, Turn, normalize_messages, spans_of
 
 
 class Chain(LoopChain):
@@ -90,7 +90,8 @@ class Chain(LoopChain):
         with self._exclusive("distribution"):
             await self._prepare()
             async with agent._request_slot():
-                ids, logprobs, entropy = await agent.engine.distribution(self.ids, agent.sampling, top=top)
+                options: dict[str, Any] = {"top": top, "images": spans_of(self.turn.row_path)}
+                ids, logprobs, entropy = await agent.engine.distribution(self.ids, agent.sampling, **options)
             return Distribution(tuple(ids), agent.chat.token_texts(ids), tuple(logprobs), entropy)
 
     # --- writing turns ---

@@ -14,19 +14,30 @@ from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.chat.formats import Parsed
 from agentfly_kit.samples import Sample, Sampling
-from agentfly_kit.types import Alternatives, Message, Task, ToolCall, Turn, normalize_messages, text_of
+from agentfly_kit.types import (
+    Alternatives,
+    Message,
+    Task,
+    ToolCall,
+    Turn,
+    images_in,
+    images_of,
+    normalize_messages,
+    spans_of,
+    text_of,
+)
 
 # Messages with more characters are encoded in a thread, because on the event loop they would delay other chains.
 _LONG = 50_000
 
 
-async def encode_long(messages: Iterable[Mapping[str, Any]], encode: Callable[[], Any]) -> None:
-    """Call `encode` in a thread if the messages are long. The chat caches the result for the caller's own call.
+async def encode_long(messages: Sequence[Mapping[str, Any]], encode: Callable[[], Any]) -> None:
+    """Call `encode` in a thread if the messages are long or have images. The chat caches the result for the caller.
 
     Exceptions are discarded, because the caller's call raises them again. If this call is cancelled, the thread
     continues, but nothing waits for it.
     """
-    if is_long(messages):
+    if is_long(messages) or images_of(messages):
         await threads.run_off_loop(encode, None)
 
 
@@ -58,14 +69,16 @@ async def warn_about_long_prompt(agent: AgentSettings, tasks: Iterable[Task]) ->
 
 
 def token_fields(agent: AgentSettings, ids: Sequence[int]) -> dict[str, Any]:
-    """Return the fields `ids`, `text` and `token_texts` of a turn with the given token ids."""
-    return {"ids": tuple(ids), "text": agent.chat.text(ids), "token_texts": agent.chat.token_texts(ids)}
+    """Return the fields `ids`, `text`, `token_texts` and `images` of a turn with the given token ids."""
+    chat, images = agent.chat, images_in(ids)
+    text = chat.reader.describe(ids, chat.text) if images else chat.text(ids)
+    return {"ids": tuple(ids), "text": text, "token_texts": chat.token_texts(ids), "images": images}
 
 
 def text_fields(agent: AgentSettings, messages: Sequence[Message]) -> dict[str, Any]:
-    """Return the fields `ids`, `text` and `token_texts` of a turn whose token ids are unknown or added later."""
+    """Return the fields that `token_fields` returns for a turn whose token ids are unknown or added later."""
     text = "\n".join(map(text_of, messages))
-    return {"ids": () if agent.exact else None, "text": text, "token_texts": None}
+    return {"ids": () if agent.exact else None, "text": text, "token_texts": None, "images": ()}
 
 
 def label(agent: AgentSettings, action: int) -> str:
@@ -291,7 +304,8 @@ def encode_observation(agent: AgentSettings, turn: Turn) -> tuple[Turn, Turn]:
         messages = [message for t in row for message in t.messages]
         ids = chat.prompt(messages, tools)
         before = tuple(i for t in row[:-1] for i in t.ids or ())
-        if ids[: len(before)] != before:
+        again = ids[: len(before)]
+        if again != before or images_in(again) != spans_of(row[:-1]):
             return turn, next_row(agent, turn, messages, "template")
         ids = ids[len(before) :]
     else:

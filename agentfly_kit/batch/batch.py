@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import Tensor
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import AlignmentError, check_shape
 from agentfly_kit.trajectories import Row, Trajectory
+from agentfly_kit.types import ImageSpan
 
 # Fields of `Batch` with one value per row, shape (B,).
 _ROW_FIELDS = ("rewards", "groups", "trajectory_index", "row_index", "temperatures", "lengths", "truncated")
@@ -113,6 +115,11 @@ class Batch(Displayable):
         """The trajectory row for each batch row."""
         pairs = zip(self.trajectories, self.row_index.tolist(), strict=True)
         return tuple(t.rows[i] for t, i in pairs)
+
+    @cached_property
+    def images(self) -> tuple[tuple[ImageSpan, ...], ...] | None:
+        """Spans of images in each row; None if no row has images."""
+        return None if self.row_keys is None else tuple(row.images for row in self.rows)
 
     @property
     def first_rows(self) -> Tensor:

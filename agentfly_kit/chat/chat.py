@@ -18,7 +18,7 @@ from agentfly_kit.chat.template import FollowingRole, Template, unused_marker
 from agentfly_kit.errors import ChatTemplateError, SettingsError, check_choice
 from agentfly_kit.seeds import digest
 from agentfly_kit.trajectories import Row, Trajectory
-from agentfly_kit.types import Message, Schemas, ToolCall, normalize_messages
+from agentfly_kit.types import Message, Schemas, ToolCall, images_of, normalize_messages
 
 if TYPE_CHECKING:
     from agentfly_kit.chat.drift import Drift
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 History: TypeAlias = Literal["exact", "append", "rerender"]
 
 # Maximum number of entries in each cache of encoded messages or decoded ids.
-# Placeholder for the name of a tool and the name of its parameter.
-_NAME = "qznamezq"
 _CACHE_SIZE = 1024
 
 
@@ -45,11 +43,15 @@ class Chat(Displayable):
             exactly the sampled tokens in exactly the context in which they were sampled.
         stop: additional single-token strings that end an action, such as those in a generation config.
         options: variables for the template, such as {"enable_thinking": False}.
+        processor: processor of a vision model with the same tokenizer. It is required for messages with images.
 
     Raises:
         ChatTemplateError: if there is no template, or it does not render assistant messages.
         SettingsError: if `format` or `history` is unknown, or a `stop` string consists of several tokens.
     """
+
+    # `ImageReader` of the processor, or None if messages contain text only.
+    reader: Any = None
 
     # Opening thinking tag at the end of the generation prompt, or "".
     _open_tag = ""
@@ -62,6 +64,7 @@ class Chat(Displayable):
         history: History = "exact",
         stop: Sequence[str] = (),
         options: Mapping[str, Any] | None = None,
+        processor: Any = None,
     ) -> None:
         source = getattr(tokenizer, "chat_template", None)
         if not source:
@@ -73,11 +76,19 @@ class Chat(Displayable):
         self.tokenizer = tokenizer
         self.history = history
         self.stop = (stop,) if isinstance(stop, str) else tuple(stop)
+        if processor is not None:
+            from agentfly_kit.chat.images import ImageReader
+
+            self.reader = ImageReader(processor)
         # Control tokens are special tokens, and added tokens that the template uses. Plain text must never yield them.
-        added = {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values()}
-        texts = {t for t in added if t.strip() and t in str(source)} | {t for t in tokenizer.all_special_tokens if t}
+        added = {str(t): t.special for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if str(t).strip()}
+        # Those of an image processor need not occur in the template.
+        used = {t for t, special in added.items() if (self.reader and special) or t in str(source)}
+        texts = used | {t for t in tokenizer.all_special_tokens if t}
         self._controls = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
         self.template = Template(tokenizer, options or {}, self._controls)
+        if self.reader is not None:
+            self.template.to_parts = self.reader.to_parts
         # Format that parses calls rendered by this template, or None.
         self.detected_format = formats.detect_format(self.template.written_call)
         self.format = formats.get((self.detected_format or "hermes") if format == "auto" else format)
@@ -177,7 +188,7 @@ class Chat(Displayable):
         Raises:
             ChatTemplateError: if the template raises an error.
         """
-        messages = normalize_messages(messages, "messages", answered=True)
+        messages = self._mark_images(normalize_messages(messages, "messages", answered=True))
         return self.template.render(self._adapt_messages(messages), tools, generate=generate)
 
     def prompt(
@@ -202,12 +213,14 @@ class Chat(Displayable):
             ChatTemplateError: if the template drops, repeats or moves a message, or if tools are given but their calls
                 cannot be parsed or their results cannot be appended exactly. With history="rerender", the text of
                 assistant messages is not checked.
-            SettingsError: if the content of a message is not text, or if the last message is an assistant message.
+            SettingsError: if a message has an image and the chat no processor, or if the last message is an assistant
+                message.
         """
         messages = normalize_messages(messages, "prompt")
         if tools:
             self.require_tools()
-        return self._encode_messages(*self._prepare(messages, tools), after_action=False, trusted=trusted)
+        shown = self._prepare(self._mark_images(messages), tools)
+        return self._encode_messages(*shown, images_of(messages), after_action=False, trusted=trusted)
 
     def require_tools(self) -> None:
         """Raise a ChatTemplateError if tool calls cannot be parsed or tool results cannot be appended."""
@@ -235,12 +248,14 @@ class Chat(Displayable):
         Raises:
             ChatTemplateError: if the template drops one of the messages, or if `history` is "exact" and the template
                 renders earlier messages differently when they follow.
-            SettingsError: if `messages` is empty, or the content of a message is not text.
+            SettingsError: if `messages` is empty, or a message has an image and the chat no processor.
         """
         messages = normalize_messages(messages, "observation")
+        images, messages = images_of(messages), self._mark_images(messages)
         for kind in _following_roles(messages):
             self.require_append(kind)
-        ids = self._encode_messages(self._adapt_messages(messages), self._visible_tools(tools), after_action=True)
+        shown = self._adapt_messages(messages), self._visible_tools(tools)
+        ids = self._encode_messages(*shown, images, after_action=True)
         for count in range(min(len(after), len(ids), 4), 0, -1):
             if ids[count - 1] in self.stop_ids and tuple(after[-count:]) == ids[:count]:
                 return ids[count:]
@@ -252,7 +267,9 @@ class Chat(Displayable):
 
     def needs_rerender(self, messages: Sequence[Message]) -> bool:
         """Return True if history="rerender" and `messages` cannot be appended exactly."""
-        return self.history == "rerender" and any(map(self.append_violation, _following_roles(messages)))
+        if self.history != "rerender":
+            return False
+        return any(map(self.append_violation, _following_roles(self._mark_images(messages))))
 
     def require_append(self, following: FollowingRole) -> None:
         """Raise a ChatTemplateError if `history` does not allow appending tool results or user messages."""
@@ -273,13 +290,21 @@ class Chat(Displayable):
         """True if, as far as is known, the model writes calls in the format that the template renders."""
         return self.format.native and isinstance(self.format, type(self.detected_format or self.format))
 
+    def _mark_images(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """Return messages whose content is text, with a marker for each image; see `ImageReader.mark`."""
+        pictured = (i for i, message in enumerate(messages) if not isinstance(message["content"], str))
+        if (first := next(pictured, None)) is None:
+            return messages
+        if self.reader is None:
+            raise SettingsError(
+                f"message {first} (role {messages[first]['role']!r}) has an image, but this chat has no image "
+                "processor and encodes text only; load a vision model with af.Policy.load"
+            )
+        marked: Sequence[Message] = self.reader.mark(messages, self.template, results_as_user=self._results_as_user)
+        return marked
+
     def _adapt_messages(self, messages: Sequence[Message]) -> list[Message]:
         """Convert calls to text and tool results to user messages if necessary. Consecutive results are merged."""
-        for i, message in enumerate(messages):
-            if not isinstance(message["content"], str):
-                raise SettingsError(
-                    f"message {i} (role {message['role']!r}) has an image, but a chat encodes text only"
-                )
         if self.template.calls is None or not self._in_template_format:
             messages = [self._with_written_calls(message) for message in messages]
         if not self._results_as_user:
@@ -324,6 +349,7 @@ class Chat(Displayable):
         self,
         messages: Sequence[Message],
         tools: Schemas,
+        images: Sequence[Any],
         *,
         after_action: bool,
         trusted: Collection[str] = ("system", "assistant"),
@@ -336,17 +362,21 @@ class Chat(Displayable):
             self.template.require_visible(
                 messages, tools, after_action=after_action, answers=self.history != "rerender"
             )
-            self._render_cache[key] = self._encode_safely(messages, tools, after_action, trusted)
+            self._render_cache[key] = self._encode_safely(messages, tools, images, after_action, trusted)
         return self._render_cache[key]
 
     def _encode_safely(
         self,
         messages: Sequence[Message],
         tools: Schemas,
+        images: Sequence[Any],
         after_action: bool,
         trusted: Collection[str],
     ) -> tuple[int, ...]:
-        """Render and encode messages. In messages with untrusted roles, control tokens are encoded as plain text."""
+        """Render and encode messages. In messages with untrusted roles, control tokens are encoded as plain text.
+
+        Placeholders of images are encoded as plain text in all messages.
+        """
         controls: list[str] = []
         mark = unused_marker("qzcontrol", messages)
 
@@ -354,31 +384,38 @@ class Chat(Displayable):
             controls.append(match.group())
             return f"{mark}{len(controls) - 1}zq"
 
-        plain = [
-            {**message, "content": self._controls.sub(replace_control, message["content"])}
-            if message["role"] not in trusted
-            else message
-            for message in messages
-        ]
+        placeholder = re.compile(re.escape(self.reader.token) if self.reader else r"(?!)")
+        plain = []
+        for message in messages:
+            split = placeholder if message["role"] in trusted else self._controls
+            plain.append({**message, "content": split.sub(replace_control, message["content"])})
         if after_action:
             text = self.template.text_after_action(plain, tools)
         else:
             text = self.template.render(plain, tools, generate=True)
-        if not controls:
+        encode = functools.partial(self._encode_split, mark, controls)
+        if images:
+            found: tuple[int, ...] = self.reader.encode(text, images, encode)
+            return found
+        return encode(text)
+
+    def _encode_split(self, mark: str, controls: Sequence[str], text: str, anchored: bool = False) -> tuple[int, ...]:
+        """Encode text, with `controls` as plain text at their marks, alone or as if it followed other ids."""
+        if not controls and not anchored:
             return self.encode(text)
         # Split each control string after its first character and encode both parts with the adjacent text, so that they
         # yield no control token. Later parts are encoded after `anchor`, since some tokenizers prepend a space to text.
         anchor = self.token_texts(self.stop_ids[:1])[0]
         ids: list[int] = []
         rest = ""
-        for i, part in enumerate(re.split(f"{mark}(\\d+)zq", text)):
+        for i, part in enumerate(re.split(f"{mark}(\\d+)zq", text) if controls else [text]):
             if i % 2:
                 control = controls[int(part)]
-                ids.extend(self._encode_after(anchor if ids else "", rest + control[:1]))
+                ids.extend(self._encode_after(anchor if ids or anchored else "", rest + control[:1]))
                 rest = control[1:]
             else:
                 rest += part
-        return (*ids, *self._encode_after(anchor if ids else "", rest))
+        return (*ids, *self._encode_after(anchor if ids or anchored else "", rest))
 
     def _encode_after(self, anchor: str, text: str) -> tuple[int, ...]:
         """Encode `text` as if it followed `anchor`. Return only the ids of the text."""
@@ -424,22 +461,9 @@ class Chat(Displayable):
 
         The call is written as the template renders it, without text before it.
         """
-        before, after = self._call_pattern or (None, "")
-        return None if before is None else (before.replace(_NAME, name), after)
+        from agentfly_kit.chat.call_pattern import find_pattern
 
-    @functools.cached_property
-    def _call_pattern(self) -> tuple[str, str] | None:
-        """The value of `call_pattern` for the tool `_NAME`."""
-        if self._in_template_format and self.template.calls is not None:
-            text = self.template.written_call(_NAME, {_NAME: 1})
-        else:
-            text = self.format.render_call(ToolCall("call-0", _NAME, {_NAME: 1}))
-        before, *after = re.split(rf'\{{\s*"{_NAME}"\s*:\s*1\s*\}}', text)
-        if len(after) != 1:
-            return None
-        parsed = self.format.parse(f'{before}{{"{_NAME}": 2}}{after[0]}')
-        calls = [(call.name, call.arguments, call.error) for call in parsed.calls]
-        return (before, after[0]) if calls == [(_NAME, {_NAME: 2}, None)] and not parsed.content else None
+        return find_pattern(self, name)
 
     @property
     def thinking_end(self) -> str:

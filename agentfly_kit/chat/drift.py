@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, TypeAlias
@@ -10,6 +11,7 @@ from agentfly_kit._display import Displayable, printable
 from agentfly_kit.chat.template import common_prefix_length
 from agentfly_kit.errors import ChatTemplateError
 from agentfly_kit.trajectories import Row
+from agentfly_kit.types import images_of
 
 if TYPE_CHECKING:
     from agentfly_kit.chat.chat import Chat
@@ -60,11 +62,14 @@ def find_drift(chat: Chat, row: Row) -> Drift:
     given = [turn for turn in row.turns if turn.ids]
     messages = [message for turn in given for message in turn.messages]
     try:
-        shown = chat._prepare(messages, row.tools)
+        shown = chat._prepare(list(chat._mark_images(messages)), row.tools)
         again_text = chat.template.render(*shown, generate=not (given and given[-1].kind in ("action", "forced")))
     except ChatTemplateError as error:
         return Drift("other", 0, len(ids), "prompt, turn 0", token_texts[:6], (), "", str(error))
-    again = chat.encode(again_text)
+    if images := images_of(messages):
+        again = chat.reader.encode(again_text, images, functools.partial(chat._encode_split, "", ()))
+    else:
+        again = chat.encode(again_text)
     again_texts = chat.token_texts(again)
     index = common_prefix_length(ids, again)
     if index == len(ids):  # further ids are no drift, because the row ends with an action

@@ -11,7 +11,7 @@ import hashlib
 import itertools
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 from agentfly_kit.errors import ChatTemplateError
@@ -35,6 +35,9 @@ _THINKING = ("reasoning_content", "thinking", "reasoning", "tags")
 
 class Template:
     """Chat template of a tokenizer, with template variables (`options`) and a pattern for control tokens."""
+
+    # For chats that read images, `ImageReader.to_parts`.
+    to_parts: Callable[[str], Any] | None = None
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any], controls: re.Pattern[str]) -> None:
         self.tokenizer = tokenizer
@@ -97,6 +100,8 @@ class Template:
         out = dict(message)
         if isinstance(out.get("thinking"), str):
             out.setdefault("reasoning_content", out["thinking"])
+        if self.to_parts is not None and isinstance(out.get("content"), str):
+            out["content"] = self.to_parts(out["content"])
         if self.parts and isinstance(out.get("content"), str):
             out["content"] = [{"type": "text", "text": out["content"]}]
         if self._short_ids and "tool_call_id" in out:

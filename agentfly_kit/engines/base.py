@@ -10,7 +10,7 @@ from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import EngineError, SettingsError
 from agentfly_kit.samples import Constraint, Sample, Sampling, TurnRequest
-from agentfly_kit.types import Task
+from agentfly_kit.types import ImageSpan, Task, images_in
 
 
 class Engine(Displayable, ABC):
@@ -71,8 +71,13 @@ class Engine(Displayable, ABC):
                 "the tokenizer of the policy"
             )
 
-    async def distribution(self, ids: Sequence[int], sampling: Sampling, *, top: int = 20) -> tuple[Any, Any, float]:
-        """Return the `top` most probable next ids, their logprobs, and the entropy of the full distribution in nats."""
+    async def distribution(
+        self, ids: Sequence[int], sampling: Sampling, *, top: int = 20, images: Sequence[ImageSpan] = ()
+    ) -> tuple[Any, Any, float]:
+        """Return the `top` most probable next ids, their logprobs, and the entropy of the full distribution in nats.
+
+        `images` states which of the ids are placeholders of images.
+        """
         raise EngineError(f"{type(self).__name__} does not support distribution(); use LocalEngine")
 
     async def score(self, ids: Sequence[int]) -> tuple[float, ...]:
@@ -121,9 +126,9 @@ async def sample_text(
 ) -> str:
     """Sample a reply to the messages of a task that is not part of a chain, and return its text."""
     session = f"{question.id} {seed}"
-    request = TurnRequest(question, turn, session, question.messages)
     try:
         ids = () if chat is None else chat.prompt(question.messages)
+        request = TurnRequest(question, turn, session, question.messages, images=images_in(ids))
         sample = await engine.sample(ids, sampling, seed, request=request)
     finally:
         engine.release(session)

@@ -170,8 +170,8 @@ class Fleet(Engine):
         sample: Sample = await self._run(ids, session, lambda e: e.sample(ids, sampling, seed, request=request))
         return sample
 
-    async def distribution(self, ids: Sequence[int], sampling: Sampling, *, top: int = 20) -> tuple[Any, Any, float]:
-        found: tuple[Any, Any, float] = await self._run(ids, None, lambda e: e.distribution(ids, sampling, top=top))
+    async def distribution(self, ids: Sequence[int], sampling: Sampling, **options: Any) -> tuple[Any, Any, float]:
+        found: tuple[Any, Any, float] = await self._run(ids, None, lambda e: e.distribution(ids, sampling, **options))
         return found
 
     def release(self, session: str) -> None:

@@ -39,7 +39,8 @@ def masked_states(
     """Run a decoder with attention restricted by a mask and return its output.
 
     Tokens attend to keys that are `allowed` and within the layer's window. `positions` and `key_positions` are the
-    positions of tokens and keys in their rows, `cache` is a transformers cache, and `options` go to the decoder.
+    positions of tokens and keys in their rows, `cache` is a transformers cache, and `options` go to the decoder, for
+    example to replace ids by embeddings.
     Recurrent layers take no mask, so their rows must have no padding before the last token that is used.
 
     Shapes:  ids, positions (R rows, C tokens), allowed (R, 1, C, S keys), key_positions (1 or R, S) ->
@@ -64,12 +65,10 @@ def masked_states(
     # Models without any attention name this parameter differently.
     options["cache_params" if masks.keys() == {"linear_attention"} else "past_key_values"] = cache
     return decoder(
-        input_ids=ids,
         attention_mask=masks if mapped else next(iter(masks.values())),
-        position_ids=positions,
         use_cache=False,
         return_dict=True,
-        **options,
+        **{"input_ids": ids, "position_ids": positions} | options,
     )
 
 

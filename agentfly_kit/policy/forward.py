@@ -7,14 +7,13 @@ t - 1. `LanguageModel._locate_states` is the only place in the package that appl
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, TypeAlias, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -25,11 +24,13 @@ from agentfly_kit.errors import AlignmentError, PolicyError, SettingsError
 from agentfly_kit.policy.attention import agree
 from agentfly_kit.policy.cpu import single_torch_thread
 from agentfly_kit.policy.prefix_tree import PackedTrees, PrefixTree, build_prefix_trees, split_by_token_budget
-from agentfly_kit.policy.states import hidden_states, sharing_obstacle
+from agentfly_kit.policy.states import check_row_length, hidden_states, sharing_obstacle
 from agentfly_kit.policy.value_head import Critic, ValueHead
+from agentfly_kit.types import ImageSpan
 
 _log = logging.getLogger(__name__)
 
+RowSpans: TypeAlias = Sequence[Sequence[ImageSpan]]  # spans of images in each row
 ScoreName = Literal["logprob", "entropy", "value", "hidden", "sum_squared_probs"]
 
 # Time per operation in masked attention relative to a matrix product, measured on a CPU.
@@ -60,6 +61,7 @@ class LanguageModel:
     def __init__(self, model: Any, value_head: ValueHead | Critic | None) -> None:
         self.model = model
         self.value_head = value_head
+        self.placeholders: tuple[int, ...] = ()  # ids that stand for images, which are never sampled
 
     @property
     def device(self) -> torch.device:
@@ -125,18 +127,28 @@ class LanguageModel:
 
     # --- forward pass ---
 
-    def hidden(self, ids: Tensor, layers: Sequence[int] | None = None) -> Tensor:
+    def hidden(self, ids: Tensor, layers: Sequence[int] | None = None, *, images: RowSpans | None = None) -> Tensor:
         """Return the hidden states of the last layer, (B, T, d), or of L `layers`, (B, T, L, d).
 
         Args:
             ids: Token ids, (B rows, T tokens), padded on the right.
             layers: Layer indices as in transformers: 0 is the embedding, and -1 the last layer (after its norm).
+            images: Spans of images in each row; None if there are none.
 
         Raises:
             SettingsError: If the model has no such layer.
         """
-        states, chosen = hidden_states(self.decoder, ids, None, self._check_layers(layers))
+        shown = self._row_images(ids, images)
+        states, chosen = hidden_states(self.decoder, ids, None, self._check_layers(layers), shown)
         return states if chosen is None else chosen
+
+    def _row_images(self, ids: Tensor, images: RowSpans | None) -> Any:
+        """Return the `RowImages` of rows, or None if there are no images."""
+        if images is None or not any(images):
+            return None
+        from agentfly_kit.policy.vision import row_images
+
+        return row_images(self, ids, images)
 
     def _check_layers(self, layers: Sequence[int] | None) -> Sequence[int] | None:
         n = self.layers
@@ -147,7 +159,7 @@ class LanguageModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the float32 logits of N hidden states over a vocabulary of V tokens: (N, d) -> (N, V).
 
-        The product with the output matrix is multiplied by a constant and soft-capped if the model does so.
+        The product with the output matrix is scaled and soft-capped if the model does so. `placeholders` get -1e9.
 
         Raises:
             PolicyError: If the model changes its logits in another way.
@@ -155,7 +167,11 @@ class LanguageModel:
         scale, cap = self.check_head()
         logits = cast(Tensor, self.model.get_output_embeddings()(hidden)).float()
         logits = logits if scale == 1 else logits * scale
-        return torch.tanh(logits / cap) * cap if cap else logits
+        logits = torch.tanh(logits / cap) * cap if cap else logits
+        if self.placeholders:
+            # The probability is exactly 0. With -inf, the entropy would be 0 * -inf = NaN.
+            logits = logits.index_fill(-1, torch.tensor(self.placeholders, device=logits.device), -1e9)
+        return logits
 
     def check_head(self) -> tuple[float, float]:
         """Return the scale and the soft cap (0 if there is none) of the logits; raise PolicyError if there is more."""
@@ -218,6 +234,7 @@ class LanguageModel:
         sum_squared_probs: bool = False,
         layers: Sequence[int] | None = None,
         row_keys: Tensor | None = None,
+        images: RowSpans | None = None,
     ) -> ForwardOutput:
         """Compute logprobs and, optionally, entropies and values where the mask is 1, with gradients.
 
@@ -233,6 +250,7 @@ class LanguageModel:
             sum_squared_probs: Whether to compute the sum of squared probabilities over the vocabulary.
             layers: Indices of L layers. Their hidden states, (N, L, d), are also returned; see `hidden`.
             row_keys: Keys, (B, T), of which rows with a common prefix share its computation; the ids if None.
+            images: Spans of images in each row; None if there are none.
 
         Raises:
             AlignmentError: If the mask is 1 at position 0, which no earlier token can predict.
@@ -248,7 +266,8 @@ class LanguageModel:
         each: Tensor | None = None
         if packed is not None and bool((temperatures == temperatures[0]).all()):
             place, each = place.unique(return_inverse=True)
-        last, chosen = hidden_states(self.decoder, ids[:, :-1], packed, self._check_layers(layers))
+        shown = self._row_images(ids, images)
+        last, chosen = hidden_states(self.decoder, ids[:, :-1], packed, self._check_layers(layers), shown)
         states = last.flatten(0, 1)[place]
         temperature = temperatures.to(states.device, torch.float32)
         temperature = temperature[rows] if each is None else temperature[:1].expand(len(states))
@@ -257,7 +276,7 @@ class LanguageModel:
         return ForwardOutput(
             logprob=scores["logprob"],
             entropy=scores["entropy"][of_positions] if entropy else None,
-            value=self._values(ids, packed, place, states)[of_positions] if value else None,
+            value=self._values(ids, packed, place, states, shown)[of_positions] if value else None,
             hidden=(states if chosen is None else chosen.flatten(0, 1)[place])[of_positions],
             sum_squared_probs=scores["sum_squared_probs"][of_positions] if sum_squared_probs else None,
         )
@@ -318,13 +337,16 @@ class LanguageModel:
                 return packed, packed.token_index[rows, cols - 1]
         return None, rows * (ids.shape[1] - 1) + cols - 1
 
-    def _values(self, ids: Tensor, packed: PackedTrees | None, place: Tensor, states: Tensor | None) -> Tensor:
+    def _values(
+        self, ids: Tensor, packed: PackedTrees | None, place: Tensor, states: Tensor | None, images: Any
+    ) -> Tensor:
         """Compute values, (N,), from `states`, (N, d), or from a separate critic's own states at indices `place`."""
         head = self.value_head
         if head is None:
             raise PolicyError("values need a value head; load the policy with value_head=True")
         if isinstance(head, Critic):
-            states = hidden_states(head.trunk, ids[:, :-1], packed)[0].flatten(0, 1)[place]
+            images = None if images is None else images.detach()
+            states = hidden_states(head.trunk, ids[:, :-1], packed, None, images)[0].flatten(0, 1)[place]
             head = head.head
         assert states is not None
         return cast(Tensor, head(states.to(head.weight.dtype)))[:, 0].float()
@@ -362,7 +384,7 @@ class LanguageModel:
         if "hidden" in wanted:
             chosen = self._check_layers(layers)
             out["hidden"] = torch.zeros(*batch.ids.shape, *([] if chosen is None else [len(chosen)]), self.width)
-        keys = getattr(batch, "row_keys", None)
+        keys, images = getattr(batch, "row_keys", None), getattr(batch, "images", None)
         with single_torch_thread(self):
             for rows in self.micro_batches(batch, None, micro_tokens):
                 width = int(batch.lengths[rows].max())
@@ -371,11 +393,13 @@ class LanguageModel:
                     continue
                 inputs = batch.ids[rows, :width].to(self.device), mask.to(self.device)
                 shared = None if keys is None else keys[rows, :width]
+                spans = None if images is None else [images[row] for row in rows.tolist()]
                 if wanted == {"value"} and isinstance(self.value_head, Critic):  # no forward pass of the policy
-                    got = {"value": self._values(inputs[0], *self._locate_states(*inputs, shared), None)}
+                    shown = self._row_images(inputs[0], spans)
+                    got = {"value": self._values(inputs[0], *self._locate_states(*inputs, shared), None, shown)}
                 else:
                     options: Any = {name: name in wanted for name in ("entropy", "value", "sum_squared_probs")}
-                    options["row_keys"] = shared
+                    options |= {"row_keys": shared, "images": spans}
                     got = vars(self.forward(*inputs, batch.temperatures[rows], layers=layers, **options))
                 r, c = mask.nonzero(as_tuple=True)
                 for name in wanted:
@@ -391,6 +415,7 @@ class LanguageModel:
         longer = SimpleNamespace(
             ids=nn.functional.pad(batch.ids, (0, 1)),
             row_keys=None if keys is None else nn.functional.pad(keys, (0, 1)),
+            images=getattr(batch, "images", None),
             mask=mask,
             lengths=batch.lengths + 1,
             temperatures=torch.ones(len(mask)),
@@ -407,24 +432,10 @@ class LanguageModel:
         if not on:
             yield
             return
-        from transformers.modeling_layers import GradientCheckpointingLayer
+        from agentfly_kit.policy.checkpointing import checkpointed
 
-        models = [self.model, self.value_head.trunk] if isinstance(self.value_head, Critic) else [self.model]
-        layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
-        if not layers:
-            raise PolicyError(f"{type(self.model).__name__} has no layers that support gradient checkpointing")
-        # Transformers enables it only in training mode, in which layers that call dropout directly would apply it.
-        replaced = [vars(layer).get("forward") for layer in layers]  # set on the object by accelerate
-        for layer in layers:
-            layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-        try:
+        with checkpointed([self.model, *([self.value_head.trunk] if isinstance(self.value_head, Critic) else [])]):
             yield
-        finally:
-            for layer, own in zip(layers, replaced, strict=True):
-                if own is None:
-                    del layer.forward
-                else:
-                    layer.forward = own
 
     # --- micro-batches and prefix sharing ---
 
@@ -446,16 +457,7 @@ class LanguageModel:
             PolicyError: If a row is longer than the context and the model's rotary embeddings depend on the longest
                 row.
         """
-        rope = getattr(self.model.config.get_text_config(), "rope_parameters", None) or {}
-        dynamic = {"dynamic", "longrope"} & {
-            str(r.get("rope_type")) for r in (rope, *rope.values()) if isinstance(r, dict)
-        }
-        longest = int(batch.lengths.max())
-        if dynamic and longest > self.max_length + 1:  # the model does not read the last token of a row
-            raise PolicyError(
-                f"rows must have at most {self.max_length + 1} tokens, got {longest}, because the rotary embeddings of "
-                f"the model ({dynamic.pop()}) depend on the longest row"
-            )
+        check_row_length(self.model.config.get_text_config(), int(batch.lengths.max()), self.max_length)
         rows = torch.arange(len(batch.lengths)) if rows is None else rows
         limit = micro_tokens or self.micro_tokens
         if not len(rows) or self._sharing_obstacle:

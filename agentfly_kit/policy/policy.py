@@ -11,6 +11,7 @@ import os
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +24,6 @@ from agentfly_kit.errors import PolicyError, SettingsError, list_neighbours
 from agentfly_kit.policy.attention import use_soft_caps
 from agentfly_kit.policy.cpu import warn_if_bfloat16_is_slow
 from agentfly_kit.policy.forward import LanguageModel, ScoreName
-from agentfly_kit.policy.gguf import check_gguf, gguf_file, load_gguf, models_folder
 from agentfly_kit.policy.value_head import Critic, ValueHead
 
 _VALUE_HEAD_PREFIX = "value_head."
@@ -57,6 +57,8 @@ class Policy(Displayable, LanguageModel):
         _check_value_head(value_head)
         super().__init__(model, None)
         self.chat = chat
+        if chat.reader is not None:  # the template's placeholder may be another token than that of the features
+            self.placeholders = (chat.reader.token_id, getattr(model.config, "image_token_id", chat.reader.token_id))
         # Tokens added for other modalities may be outside of the model's vocabulary, because text never contains them.
         used = (chat.tokenizer.vocab_size - 1, *chat.stop_ids, *chat.encode(chat.template.opening()))
         if max(used) >= self.vocab_size:
@@ -65,7 +67,9 @@ class Policy(Displayable, LanguageModel):
                 f"{self.vocab_size} tokens; after adding tokens, call model.resize_token_embeddings(len(tokenizer))"
             )
         if self.has_adapter:
-            _check_adapter(model)
+            from agentfly_kit.policy.adapter import check_adapter
+
+            check_adapter(model)
         if next(iter(model.parameters())).dtype == torch.bfloat16:
             warn_if_bfloat16_is_slow(self.device)
         use_soft_caps(model)
@@ -113,7 +117,8 @@ class Policy(Displayable, LanguageModel):
                 The weights of a GGUF file are converted to `dtype`.
             value_head: True adds a value head to the policy's decoder, and "separate" to a copy of it (see `Critic`).
             lora: Rank of a LoRA adapter, or options of `peft.LoraConfig`. By default, the adapter covers all linear
-                layers. The model is frozen and only the adapter is trained; `reference()` then returns the base model.
+                layers except those of a vision tower, which `{"r": 16, "vision": True}` includes. The model is frozen
+                and only the adapter is trained; `reference()` then returns the base model.
                 Must be None for a folder that contains an adapter.
             device: Device of the model, such as "cuda:1" or "mps"; by default CUDA if available, otherwise the CPU.
             dtype: Torch dtype or its name; "auto" uses the dtype of the files.
@@ -153,7 +158,7 @@ class Policy(Displayable, LanguageModel):
 
         try:
             with show_progress(lambda: f"loading the policy {Path(path).name!r}"), _without_progress_bar():
-                model, tokenizer = _load_model(weights, path, device, {"dtype": dtype, **model_kwargs})
+                model, tokenizer, processor = _load_model(weights, path, device, {"dtype": dtype, **model_kwargs})
                 if "device_map" in model_kwargs:
                     device = model.device
                 else:
@@ -169,8 +174,11 @@ class Policy(Displayable, LanguageModel):
         except Exception as error:
             raise PolicyError(f"cannot load a policy from {path!r}: {type(error).__name__}: {error}") from error
         if lora is not None:
-            model = _with_lora(model, lora)
+            from agentfly_kit.policy.adapter import with_lora
+
+            model = with_lora(model, lora)
         changes = {"format": None if format == "auto" else format, "history": history, "options": options}
+        changes["processor"] = processor
         chat = Chat.from_saved(meta, tokenizer, getattr(model, "generation_config", None), **changes)
         policy = cls(model, chat, value_head=critic, version=int(meta.get("version", 0)))
 
@@ -208,6 +216,8 @@ class Policy(Displayable, LanguageModel):
                 head = {k: v.detach().cpu().contiguous() for k, v in self.value_head.state_dict().items()}
                 save_file(head, folder / _VALUE_HEAD_FILE)
         self.chat.tokenizer.save_pretrained(folder)
+        if self.chat.reader is not None:
+            self.chat.reader.save(folder)
         (folder / "policy.json").write_text(description, encoding="utf-8")
         readable = (folder / "policy.json").stat().st_mode
         for file in folder.rglob("*.safetensors"):  # safetensors creates files readable only by the owner
@@ -238,6 +248,15 @@ class Policy(Displayable, LanguageModel):
         if policy.has_adapter:
             policy.model = policy.model.merge_and_unload().requires_grad_(True)
         return policy
+
+    @cached_property
+    def image_obstacle(self) -> str:
+        """Reason why the policy reads no images, or "" if a trial with images gives the logits of the model."""
+        if self.chat.reader is None:
+            return "its chat has no image processor"
+        from agentfly_kit.policy.vision import find_obstacle
+
+        return find_obstacle(self)
 
     # --- weights ---
 
@@ -301,6 +320,8 @@ class Policy(Displayable, LanguageModel):
             learns = f" of which {sum(p.numel() for p in self.model.parameters() if p.requires_grad):,} in an adapter"
         obstacle = self.__dict__.get("_sharing_obstacle")  # known after the first forward pass
         sharing = f", no prefix sharing: {obstacle}" if obstacle else ""
+        if self.chat.reader is not None and (obstacle := self.__dict__.get("image_obstacle")):
+            sharing += f", no images: {obstacle}"
         size = f"{type(model).__name__}, {self.size:,} parameters{learns}{head}"
         return f"Policy({size}, version {self.version}, {self.device}{sharing})"
 
@@ -321,26 +342,40 @@ class _FrozenBase(Policy):
         return f"Policy(base model of an adapter, {self.size:,} parameters, frozen, {self.device})"
 
 
-def _load_model(weights: str, tokenizer: str, device: torch.device, options: dict[str, Any]) -> tuple[Any, Any]:
-    """Load model and tokenizer from paths or hub names, if a local model fits in the memory of the device."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+def _load_model(weights: str, tokenizer: str, device: torch.device, options: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Load model, tokenizer and processor (or None) from paths or hub names, if a local model fits in the memory."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-    file, dtype = gguf_file(Path(weights)), options["dtype"]
-    count, stored = (check_gguf(file), file.stat().st_size) if file else _count_weights(Path(weights))
+    file, dtype, is_vision = _gguf_file(Path(weights)), options["dtype"], False
+    hub = {name: value for name, value in options.items() if name in _HUB_KEYWORDS}
+    if file:
+        from agentfly_kit.policy.gguf import check_gguf, load_gguf
+
+        count, stored = check_gguf(file), file.stat().st_size
+    else:
+        count, stored = _count_weights(Path(weights))
     if not {"device_map", "quantization_config"} & {*options}:
         kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
         _check_memory(weights, count * kind.itemsize if isinstance(kind, torch.dtype) else stored, device)
     if file:
         model, own = load_gguf(file, **options)
         if tokenizer == weights:
-            return model, own
+            return model, own, None
     else:
-        found: Any = AutoModelForCausalLM.from_pretrained(weights, output_loading_info=True, **options)
-        model, report = found
+        config = AutoConfig.from_pretrained(weights, **hub)
+        loader: Any = AutoModelForCausalLM
+        if is_vision := hasattr(config, "vision_config") and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            from transformers import AutoModelForImageTextToText as loader
+        model, report = loader.from_pretrained(weights, output_loading_info=True, **options)
         if missing := sorted(report["missing_keys"]):  # transformers would initialize them at random
             raise ValueError(f"the files lack {len(missing)} weights of the model, such as {missing[0]!r}")
-    hub = {name: value for name, value in options.items() if name in _HUB_KEYWORDS}
-    return model, AutoTokenizer.from_pretrained(tokenizer, **hub)
+    own = AutoTokenizer.from_pretrained(tokenizer, **hub)
+    if not is_vision:
+        return model, own, None
+    from agentfly_kit.chat.images import load_processor
+
+    return model, own, load_processor(tokenizer, own, config, **hub)
 
 
 def _count_weights(folder: Path) -> tuple[int, int]:
@@ -370,12 +405,23 @@ def _check_memory(weights: str, needed: int, device: torch.device) -> None:
         )
 
 
+def _gguf_file(path: Path) -> Path | None:
+    """Return the GGUF file at `path` or None; see `gguf.gguf_file`."""
+    if path.suffix != ".gguf" and not any(path.glob("*.gguf")):
+        return None
+    from agentfly_kit.policy.gguf import gguf_file
+
+    return gguf_file(path)
+
+
 def _policy_folder(path: str | Path) -> Path:
     """Return the folder or GGUF file of the policy. If `path` is a training run, this is its last checkpoint."""
     folder = Path(path).expanduser()
-    if file := gguf_file(folder):
+    if file := _gguf_file(folder):
         return file
     if str(path) == "smollm2" and not folder.exists():
+        from agentfly_kit.policy.gguf import models_folder
+
         folder = models_folder() / "smollm2"
         if not folder.exists():
             raise PolicyError("the model smollm2 is not installed; in a checkout, run: scripts/install smollm2")
@@ -435,42 +481,6 @@ def _make_critic(model: Any) -> Critic:
     use_soft_caps(model)
     trunk = copy.deepcopy(model.get_decoder()).requires_grad_(True).eval()
     return Critic(trunk, int(model.get_output_embeddings().weight.shape[1]))
-
-
-def _with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:
-    from peft import LoraConfig, get_peft_model
-
-    options = {"r": lora, "lora_alpha": 2 * lora} if isinstance(lora, int) else dict(lora)
-    options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "lora_dropout": 0.0} | options
-    if options["lora_dropout"]:
-        raise SettingsError("lora_dropout must be 0; dropout makes the trained and the sampled distribution differ")
-    # Initialize the adapter reproducibly, without changing the global generator.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        return get_peft_model(model, LoraConfig(**options))
-
-
-# Initializations that leave the base model unchanged, also when a saved adapter is loaded.
-_INITIALIZATIONS = (True, False, "gaussian", "orthogonal")
-
-
-def _check_adapter(model: Any) -> None:
-    """Raise SettingsError if the base model is not frozen or the adapter cannot be merged into its weights."""
-    config = model.active_peft_config
-    if (bias := getattr(config, "bias", "none")) != "none":
-        raise SettingsError(f'lora bias must be "none", got {bias!r}, which would train biases of reference()')
-    if (init := getattr(config, "init_lora_weights", True)) not in _INITIALIZATIONS:
-        allowed = ", ".join(map(repr, _INITIALIZATIONS))
-        raise SettingsError(f"init_lora_weights must be one of {allowed}, got {init!r}, which changes reference()")
-    plain = model.get_base_model()
-    ends = (plain.get_input_embeddings(), plain.get_output_embeddings())
-    changed = [type(module).__name__ for module in ends if any(p.requires_grad for p in module.parameters())]
-    tied = bool(getattr(plain.config.get_text_config(), "tie_word_embeddings", False))
-    if changed and (tied or getattr(config, "modules_to_save", None)):
-        raise SettingsError(
-            "lora must not include the embedding or lm_head "
-            + ("of a model that ties them, because merged weights would be wrong" if tied else "in modules_to_save")
-        )
 
 
 @contextlib.contextmanager

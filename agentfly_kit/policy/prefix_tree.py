@@ -69,6 +69,7 @@ class PackedTrees:
     positions: Tensor  # (P, W): position of each token within its rows
     token_index: Tensor  # (B, T): index of each row's tokens in `ids.flatten()`
     subtree_ends: Tensor  # (P, W): column after the last descendant of each token
+    source: Tensor  # (P, W): index of each token in the flattened rows; 0 on padding
 
     @classmethod
     def build(cls, trees: list[PrefixTree], ids: Tensor, lengths: list[int]) -> PackedTrees:
@@ -94,8 +95,8 @@ class PackedTrees:
                 positions[p, count : count + new] = np.arange(common, n)
                 count, before = count + new, row
             subtree_ends[p, token_index[before, : lengths[before]] - p * width] = count
-        flat = ids.flatten()[torch.from_numpy(source).flatten().to(ids.device)].view(shape)
-        return cls(flat, *(torch.from_numpy(x).to(ids.device) for x in (positions, token_index, subtree_ends)))
+        found = [torch.from_numpy(x).to(ids.device) for x in (positions, token_index, subtree_ends, source)]
+        return cls(ids.flatten()[found[-1]], *found)
 
     def mask(self) -> Tensor:
         """Return the attention mask, (P, 1, W, W) bool: each token attends to itself and its ancestors.

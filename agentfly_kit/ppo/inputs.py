@@ -13,6 +13,7 @@ from agentfly_kit.errors import BatchError, SettingsError, check_instance
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PPOConfig
 from agentfly_kit.ppo.scoring import importance_weights, score
+from agentfly_kit.types import ImageSpan
 
 # Largest difference between logprobs of policy and sampler, in nats, at which old_logprobs="auto" uses the sampler's.
 EXACT_GAP = 1e-4
@@ -24,6 +25,7 @@ class MicroBatch:
 
     ids: Tensor  # (b, w)
     row_keys: Tensor | None  # (b, w), on the CPU
+    images: list[tuple[ImageSpan, ...]] | None  # spans of images in each row
     mask: Tensor  # (b, w) bool: True where the policy sampled the token
     temperatures: Tensor  # (b,)
     positions: tuple[Tensor, Tensor]  # row and column of each token in the batch
@@ -92,6 +94,7 @@ class StepInputs:
         return MicroBatch(
             ids=batch.ids[rows, :width].to(device),
             row_keys=None if batch.row_keys is None else batch.row_keys[rows, :width],
+            images=None if batch.images is None else [batch.images[row] for row in rows.tolist()],
             mask=mask.to(device),
             temperatures=batch.temperatures[rows],
             positions=positions,
@@ -116,8 +119,11 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
     """Raise an error if the batch lacks advantages, is for another policy, is stale, or conflicts with the settings."""
     check_instance("batch", batch, Batch, "a Batch such as af.collate(rollout, af.advantages.grpo)")
     batch.check()
-    if batch.row_keys is not None:
-        raise BatchError("batch must contain text only, because policies read no images, got rows with images")
+    if batch.row_keys is not None and policy.image_obstacle:
+        raise BatchError(
+            f"batch must contain text only, because {policy!r} reads no images ({policy.image_obstacle}), got rows "
+            "with images"
+        )
     if not bool(torch.isfinite(batch.advantages[batch.mask]).all()):
         raise BatchError(
             "batch must have finite advantages at all sampled tokens; use collate(rollout, af.advantages.grpo) or "

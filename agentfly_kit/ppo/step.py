@@ -237,9 +237,8 @@ def _accumulate_gradients(
         check_cancelled()
         micro = inputs.select(picked, weights, policy.device)
         with precision(policy, config), policy.checkpointing(config.checkpointing):
-            out = policy.forward(
-                micro.ids, micro.mask, micro.temperatures, entropy=entropy, value=value, row_keys=micro.row_keys
-            )
+            options: Any = {"entropy": entropy, "value": value, "row_keys": micro.row_keys, "images": micro.images}
+            out = policy.forward(micro.ids, micro.mask, micro.temperatures, **options)
         if inputs.is_provisional:
             found = float((out.logprob.detach() - micro.old_logprobs).abs().max())
             if not found <= EXACT_GAP:

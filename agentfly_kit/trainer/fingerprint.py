@@ -102,6 +102,7 @@ def fingerprint(
                 "stop": chat.token_texts(chat.stop_ids),
                 "template": seeds.digest(str(chat.tokenizer.chat_template)),
                 "options": _options(chat.template.options),
+                **({} if chat.reader is None else {"images": chat.reader.fingerprint}),
             },
             "hooks": {name: _as_json(getattr(agent, name)) for name in _HOOKS},
             **({} if agent.nudge is None else {"nudge": [agent.nudge, agent.max_nudges]}),

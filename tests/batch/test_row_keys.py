@@ -1,7 +1,7 @@
 """Rows with images share computation only where their images are equal too, although all placeholders have equal ids.
 
-No policy reads images, so these tests use spans without pixels: keys of placeholders are compared with an oracle, ids
-in which each placeholder of each image is another token.
+The policies of these tests ignore images: keys of placeholders are compared with an oracle, ids in which each
+placeholder of each image is another token.
 """
 
 import asyncio
@@ -19,6 +19,7 @@ import torch
 
 import agentfly_kit as af
 from agentfly_kit.batch.batch import join
+from agentfly_kit.engines.local import images as prompts
 from agentfly_kit.images import row_keys
 from agentfly_kit.policy.prefix_tree import build_prefix_trees
 from agentfly_kit.samples import TurnRequest
@@ -88,9 +89,15 @@ async def prefilled(policy: af.Policy, rows: list[Any], *, together: bool) -> tu
     return list(got), engine.prefilled
 
 
-@pytest.mark.parametrize("together", [True, False])
-async def test_the_cache_shares_what_the_oracle_shares(together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def blind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let engines with policies that read text accept spans, which they ignore."""
     monkeypatch.setattr(af.LocalEngine, "images", 16)
+    monkeypatch.setattr(prompts, "PromptImages", lambda *_: None)
+
+
+@pytest.mark.parametrize("together", [True, False])
+async def test_the_cache_shares_what_the_oracle_shares(together: bool, blind: None) -> None:
     rng, policy = random.Random(dice.seed()), agents.random_policy(5)
     for _ in range(4):
         beginnings: list[Any] = []
@@ -102,8 +109,7 @@ async def test_the_cache_shares_what_the_oracle_shares(together: bool, monkeypat
         assert [s.ids for s in ours] == [s.ids for s in plain], "this model ignores the images"
 
 
-async def test_swapped_images_share_nothing_after_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(af.LocalEngine, "images", 16)
+async def test_swapped_images_share_nothing_after_the_first(blind: None) -> None:
     rng, policy = random.Random(dice.seed()), agents.random_policy(5)
     text = [rng.randrange(8, 200) for _ in range(40)]
     ids = [*text, *[PAD] * 4, 9, *[PAD] * 4, 10, 11]
@@ -140,6 +146,7 @@ def test_batches_states_and_files_tell_images_apart(tmp_path: Path) -> None:
     ids = af.turn_data([t.replace(chain=0) for t in chains]).turn_ids
     assert len({*ids}) == 4
     policy = agents.random_policy(5)
+    policy._row_images = lambda *_: None
     shared = [tree.shared for tree in policy._build_trees(keys, batch.mask, 4096)]
     assert shared == [(0, 3, 9, 3)], "the text, all context tokens of the equal row, the text"
     parts = policy.micro_batches(batch)

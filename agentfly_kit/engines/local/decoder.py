@@ -20,9 +20,11 @@ from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.attention import agree, masked_states, shared_keys, unsupported_attention, with_short_windows
 from agentfly_kit.policy.policy import Policy
 
-# A function of (cache, rows, tokens (R, C), positions (R, C), stamp) that returns hidden states (R, C, d), for R rows,
-# C tokens per row and hidden size d. `rows` is as in `KVCache.prepare`, and `stamp` identifies the weights.
-CachedForward: TypeAlias = Callable[[KVCache, Tensor | int, Tensor, Tensor, object], Tensor]
+# A function of (cache, rows, tokens (R, C), positions (R, C), stamp, options) that returns hidden states (R, C, d), for
+# R rows, C tokens per row and hidden size d. `rows` is as in `KVCache.prepare`, `stamp` identifies the weights, and
+# `options` are arguments of the decoder, such as embeddings in place of tokens.
+Options: TypeAlias = dict[str, Any] | None
+CachedForward: TypeAlias = Callable[[KVCache, Tensor | int, Tensor, Tensor, object, Options], Tensor]
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
 # Maximum number of parameters of a fused model. Fusing copies the weights, and larger models would hardly be faster.
@@ -57,11 +59,13 @@ def cached_forward(policy: Policy) -> CachedForward:
 def _modules_forward(trunk: Any, config: Any = None) -> CachedForward:
     """Return a forward pass that runs the modules of `trunk`. Its layers use `config`, by default `trunk.config`."""
 
-    def forward(cache: KVCache, rows: Tensor | int, tokens: Tensor, positions: Tensor, stamp: object) -> Tensor:
+    def forward(
+        cache: KVCache, rows: Tensor | int, tokens: Tensor, positions: Tensor, stamp: object, options: Options = None
+    ) -> Tensor:
         mask = cache.prepare(rows, positions)
         keys = torch.arange(mask.shape[-1], device=mask.device)[None]
         with shared_keys(config or trunk.config):
-            states = masked_states(trunk, tokens, positions, mask, keys, cache).last_hidden_state
+            states = masked_states(trunk, tokens, positions, mask, keys, cache, **(options or {})).last_hidden_state
         cache.store_states()
         return cast(Tensor, states)
 
@@ -82,7 +86,7 @@ def _passes_trial(trunk: Any, forward: CachedForward) -> bool:
     for start, stop in ((0, 5), (0, 7), (7, 12), (12, 13)):  # the first chunk is replaced by the second
         positions = torch.arange(start, stop, device=device)[None].expand(rows, -1)
         slots = torch.arange(rows, device=device) if stop - start > 1 else rows
-        parts.append(forward(cache, slots, ids[:, start:stop], positions, "trial"))
+        parts.append(forward(cache, slots, ids[:, start:stop], positions, "trial", None))
     return agree(expected, torch.cat(parts[1:], 1))
 
 
@@ -115,7 +119,13 @@ class FusedLlamaDecoder:
         self._cos = self._sin = torch.zeros(0)
 
     def __call__(
-        self, cache: KVCache, rows: Tensor | int, tokens: Tensor, positions: Tensor, stamp: object
+        self,
+        cache: KVCache,
+        rows: Tensor | int,
+        tokens: Tensor,
+        positions: Tensor,
+        stamp: object,
+        options: Options = None,
     ) -> Tensor:
         """Compute hidden states; see `CachedForward`. The fused weights are rebuilt if `stamp` has changed."""
         self._refresh(int(cache.capacity), stamp)
@@ -124,7 +134,7 @@ class FusedLlamaDecoder:
             return self._decode_one_token(cache, tokens[:, 0], positions[:, 0], mask)[:, None]
         mask = cache.prepare(rows, positions)
         (count, width), heads, kv, size = tokens.shape, self._heads, self._kv, self._size
-        x = F.embedding(tokens, self._trunk.embed_tokens.weight)
+        x = options["inputs_embeds"] if options else F.embedding(tokens, self._trunk.embed_tokens.weight)
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
         for i, (qkv, out, gate_up, down, before, after, scale) in enumerate(self._layers):
             found = F.linear(self._norm(x, before), qkv, self._biases[i]).view(count, width, heads + 2 * kv, size)

@@ -32,6 +32,7 @@ from agentfly_kit.types import ImageSpan
 
 # Seconds after which an idle thread exits, so that an unreferenced engine can be garbage-collected.
 _IDLE_SECONDS = 2.0
+_MAX_IMAGES = 16
 
 
 @checks_keywords
@@ -103,6 +104,11 @@ class LocalEngine(Engine):
             )
 
     @property
+    def images(self) -> int:  # type: ignore[override]
+        """Maximum number of images per request; 0 if the policy reads none, see `Policy.image_obstacle`."""
+        return 0 if self.policy.image_obstacle else _MAX_IMAGES
+
+    @property
     def max_length(self) -> int:
         return self.policy.max_length
 
@@ -132,8 +138,6 @@ class LocalEngine(Engine):
         session = None if request is None else request.session
         images = () if request is None else request.images
         constraint = None if request is None else request.constraint
-        if images and not self.images:
-            raise EngineError(f"the ids must contain text only, because {self!r} reads no images")
         matcher = None if constraint is None else self._matcher(constraint)
         got: Sample = await self._submit(ids, sampling, seed, session, 0, matcher, images)
         return got
@@ -154,9 +158,11 @@ class LocalEngine(Engine):
         return self._grammars.matcher(constraint)
 
     async def distribution(
-        self, ids: Sequence[int], sampling: Sampling, *, top: int = 20
+        self, ids: Sequence[int], sampling: Sampling, *, top: int = 20, images: Sequence[ImageSpan] = ()
     ) -> tuple[list[int], list[float], float]:
-        got: tuple[list[int], list[float], float] = await self._submit(ids, sampling, 0, None, max(1, top))
+        got: tuple[list[int], list[float], float] = await self._submit(
+            ids, sampling, 0, None, max(1, top), None, images
+        )
         return got
 
     async def update(self, policy: Any) -> None:
@@ -183,12 +189,16 @@ class LocalEngine(Engine):
         self._check_ids(ids)
         array = keys = np.asarray(ids, dtype=np.int64)
         if images:
+            if not self.images:
+                raise EngineError(
+                    f"the ids must contain text only, because {self!r} reads no images: {self.policy.image_obstacle}"
+                )
             from agentfly_kit.images import row_keys
 
             keys = row_keys(array, images)
         loop = asyncio.get_running_loop()
         limit = min(sampling.max_tokens, self.max_length - len(ids))
-        wanted = Request(array, keys, sampling, seed, session, loop.create_future(), limit, top, matcher)
+        wanted = Request(array, keys, sampling, seed, session, loop.create_future(), limit, top, matcher, images)
         with self._wake:
             self._submitted.append(wanted)
             if self._thread is None:

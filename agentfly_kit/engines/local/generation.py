@@ -44,6 +44,8 @@ class ContinuousBatch:
         self.sampled = 0
         self._limit = slots
         self._weights = _WeightMonitor(policy)
+        # Features of images; see `PromptImages`.
+        self._features: dict[int, Any] = {}
         self._model: Any = None
         self.is_recurrent = False
         self._cached_forward: CachedForward
@@ -130,6 +132,7 @@ class ContinuousBatch:
             logits, version = self._prompt_logits(chosen)
             for request, slot, first in duplicates:
                 table.cache.copy(chosen[first][1], slot, len(request.ids))
+                request.shift = chosen[first][0].shift
             logits = torch.cat([logits, logits[[first for _, _, first in duplicates]]])
             chosen += duplicates
         going: list[int] = []
@@ -177,6 +180,11 @@ class ContinuousBatch:
         device = self.policy.device
         for request, slot, _ in chosen:
             cache.row_keys[slot, : len(request.ids)] = request.row_keys
+        shown: Any = None
+        if any(request.images for request, _, _ in chosen):
+            from agentfly_kit.engines.local.images import PromptImages
+
+            shown = PromptImages(self.policy, chosen, self._features, self._weights.last)
         done: dict[int, Tensor] = {}
         left = chosen
         while left:
@@ -197,7 +205,7 @@ class ContinuousBatch:
             limit = _CPU_FORWARD_TOKENS if device.type == "cpu" else _FORWARD_TOKENS
             few = max(ROW_MULTIPLE, limit // width // ROW_MULTIPLE * ROW_MULTIPLE)
             pieces = zip(given.split(few), positions.split(few), slots.split(few), strict=True)
-            hidden = torch.cat([self._forward(*piece) for piece in pieces])
+            hidden = torch.cat([self._forward(*piece, shown.options(*piece) if shown else {}) for piece in pieces])
             self.prefilled += int(counts.sum())
             following = []
             for i, (request, slot, start) in enumerate(left):
@@ -227,10 +235,13 @@ class ContinuousBatch:
         tokens[:count] = [request.sampled[-1] for request in requests]
         at = cache.length[:rows].copy()  # padding rows write to a position that is never read
         device = self.policy.device
+        given = torch.as_tensor(np.stack([tokens, at]), device=device)[:, :, None]
+        options = {}
+        if any(request.shift for request in requests):
+            shifts = [request.shift for request in requests] + [0] * (rows - count)
+            options["position_ids"] = given[1] + torch.tensor(shifts, device=device)[:, None]
         with self.policy.lock:
-            hidden = self._forward(
-                torch.as_tensor(tokens, device=device)[:, None], torch.as_tensor(at, device=device)[:, None], rows
-            )
+            hidden = self._forward(given[0], given[1], rows, options)
             logits = self.policy.logits(hidden[:, 0])[:count]
             version = self.policy.version
         cache.row_keys[np.arange(count), at[:count]] = tokens[:count]
@@ -240,11 +251,11 @@ class ContinuousBatch:
             table.retire(row)
         deliver(*((requests[row].future, requests[row].sample(why)) for row, why in ended.items()))
 
-    def _forward(self, tokens: Tensor, positions: Tensor, rows: Tensor | int) -> Tensor:
+    def _forward(self, tokens: Tensor, positions: Tensor, rows: Tensor | int, options: dict[str, Any]) -> Tensor:
         """Compute hidden states, (R, C, d), of C tokens in each of the R slots `rows`. Requires the policy's lock."""
         self._check_model()
         stamp = (self._weights.last, self.policy.version)
-        return self._cached_forward(self.table.cache, rows, tokens, positions, stamp)
+        return self._cached_forward(self.table.cache, rows, tokens, positions, stamp, options)
 
     def _check_model(self) -> None:
         """Select the forward pass if the model is new or was replaced, for example by adding an adapter."""

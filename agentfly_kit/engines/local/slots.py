@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ import numpy.typing as npt
 from agentfly_kit.engines.local.kv_cache import KVCache
 from agentfly_kit.errors import EngineError
 from agentfly_kit.samples import Sample, Sampling
+from agentfly_kit.types import ImageSpan
 
 # Batch sizes are multiples of this, because other sizes use kernels that round differently; see kv_cache.py.
 ROW_MULTIPLE = 8
@@ -38,6 +39,10 @@ class Request:
     top: int = 0
     # Matcher of the constraint, see grammar.py; None if all tokens are allowed.
     matcher: Any = None
+    # Which of the ids are placeholders of images.
+    images: Sequence[ImageSpan] = ()
+    # Difference of rotary positions and positions after the prompt, because an image takes fewer rotary positions.
+    shift: int = 0
     started: float = field(default_factory=time.perf_counter)
     # Number of decode steps that the request has waited for its prefill.
     waited: int = 0

@@ -24,6 +24,7 @@ from agentfly_kit.engines.vllm.weight_transfer import TRANSFER_CONFIG, architect
 from agentfly_kit.errors import EngineError, check_value
 from agentfly_kit.policy.policy import Policy, read_json
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
+from agentfly_kit.types import ImageSpan
 
 # vLLM raises temperatures below the minimum, so recorded logprobs would be wrong, and rejects those above the maximum.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
@@ -318,7 +319,7 @@ class VLLMEngine(Engine):
             )
 
     async def distribution(
-        self, ids: Sequence[int], sampling: Sampling, *, top: int = 20
+        self, ids: Sequence[int], sampling: Sampling, *, top: int = 20, images: Sequence[ImageSpan] = ()
     ) -> tuple[list[int], list[float], float]:
         self._check(ids, sampling)
         host = await self._ready()
