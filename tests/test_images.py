@@ -359,7 +359,9 @@ def test_a_program_without_images_loads_nothing_of_them() -> None:
         "import agentfly_kit as af, sys\n"
         "t = af.Task('a', ({'role': 'user', 'content': [{'type': 'text', 'text': 'x'}]},))\n"
         "af.ToolResult(True, 'x'); t._repr_html_()\n"
-        "print([name for name in sys.modules if name.startswith('PIL') or 'images' in name])"
+        "print([name for name in sys.modules if name.startswith('PIL') or 'images' in name])\n"
+        "af.LocalEngine(af.tiny.policy('calculator')).images\n"
+        "print([name for name in sys.modules if name.startswith('agentfly') and name.endswith(('images', 'vision'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=GUARD)
-    assert done.stdout.strip() == "[]", done.stderr
+    assert done.stdout.split() == ["[]", "[]"], done.stderr

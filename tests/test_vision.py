@@ -1,5 +1,7 @@
 """Policies that read images: token ids, sampling, scoring and training, compared with the model's own forward pass."""
 
+import dataclasses
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,9 @@ import vision_models
 from vision_models import FAMILIES, picture, reference_logprobs
 
 import agentfly_kit as af
+from agentfly_kit import widgets
+from agentfly_kit.agent.turns import encode_observation, observation_turn
+from agentfly_kit.engines.local import images as prompts
 from agentfly_kit.samples import TurnRequest
 
 A, B, WIDE = picture(1), picture(2), picture(3, (40, 12))
@@ -98,12 +103,29 @@ async def test_images_of_tool_results(results: bool) -> None:
     assert ("Images returned by look:" in turn.text) is not results, "the template drops images of tool results"
     assert ("</tool_response>" in policy.chat.text(turn.ids[: span.start])) is not results
     assert not policy.chat.drift(chain.snapshot())
+    more = chain.observe("Go on.")
+    assert more.images == turn.images and more.text.endswith("Go on.<|im_end|>\n<|im_start|>assistant\n")
     await chain.sample()
     (_, *spans), row = chain.turns[0].images, chain.snapshot().rows[0]
     assert [s.image for s in row.images] == [A, B, WIDE] and spans[0].image == B
     top = await chain.distribution(top=400) if chain.stop is None else None
     assert top is None or policy.chat.reader.token_id not in top.ids[:300]
     await chain.close()
+
+
+async def test_histories_are_rendered_again_only_if_images_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = vision_models.policy("idefics3")
+    monkeypatch.setattr(policy.chat, "needs_rerender", lambda messages: True)
+    asked, chain = agent(policy), agent(policy).chain(TASKS[0])
+    await chain.prepare()
+    answer = chain.force("ok")
+    turn = observation_turn(asked, answer, (user("and", WIDE),), "user")
+    encoded, leaf = encode_observation(asked, turn)
+    assert leaf is encoded and leaf.row == 0 and [span.image for span in leaf.images] == [WIDE]
+    swapped = dataclasses.replace(chain.turns[0], images=policy.chat.prompt(TASKS[1].messages).images)  # type: ignore[attr-defined]
+    turn = dataclasses.replace(turn, parent=dataclasses.replace(answer, parent=swapped))
+    _, leaf = encode_observation(asked, turn)
+    assert leaf.row == 1 and [span.image for span in leaf.images] == [A, B, WIDE]
 
 
 # --- sampling ------------------------------------------------------------------------------------
@@ -199,6 +221,15 @@ async def test_training_steps(family: str) -> None:
     assert losses[-1] < losses[0]
 
 
+async def test_a_training_run_and_its_views() -> None:
+    policy, rewards = vision_models.policy("idefics3"), itertools.cycle([0.0, 1.0, 0.5])
+    trained = agent(policy).replace(reward=lambda: next(rewards))
+    run = await af.train(trained, policy, TASKS, af.TrainConfig(steps=2, tasks_per_step=4, group_size=2))
+    assert len(run.records) == 2 and run.records[-1]["sampler_gap"] <= 1e-5
+    shown = widgets.TokenView(await trained.rollout(TASKS[:1]))
+    assert "image" in shown._static()
+
+
 async def test_adapters_leave_out_the_vision_tower(tmp_path: Path) -> None:
     folder = vision_models.shared("idefics3").save(tmp_path / "base")
     found = {}
@@ -237,6 +268,8 @@ async def test_models_that_the_trial_refuses(monkeypatch: pytest.MonkeyPatch) ->
     policy = vision_models.policy("idefics3")
     batch = batch_of(await agent(policy).rollout(TASKS, 4))
     errors.check(lambda: text.score(batch), af.errors.PolicyError, "reads no images: its chat has no image processor")
+    monkeypatch.setattr(prompts.PromptImages, "options", lambda self, *given: {})
+    assert "other hidden states with a KV cache" in af.LocalEngine(policy.copy())._image_obstacle
     gemma = vision_models.policy("gemma3")  # its placeholders attend to each other in both directions
     monkeypatch.setattr(type(policy.model), "get_image_features", lambda self: 1 / 0)
     rows = ((gemma, "other logits than the model's own"), (policy.copy(), "raised ZeroDivisionError"))

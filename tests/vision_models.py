@@ -14,9 +14,14 @@ import agentfly_kit as af
 from agentfly_kit.chat.images import make_processor
 
 # Text that the template renders for an image.
-_IMAGE = {"idefics3": "<image>", "llava": "<image>", "gemma3": "<|vision_start|>"}
+_IMAGE = {"idefics3": "<image>", "llava": "<image>", "internvl": "<image>", "gemma3": "<|vision_start|>"}
+# Attributes of tokenizers that processors read.
+_ATTRIBUTES = {
+    "boi": "<|vision_start|>", "eoi": "<|vision_end|>", "image": "<image>", "start_image": "<|vision_start|>",
+    "end_image": "<|vision_end|>", "context_image": "<image>", "video": "<|video_pad|>",
+}  # fmt: skip
 _QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
-FAMILIES = ("idefics3", "qwen2_5_vl", "qwen3_vl", "llava")
+FAMILIES = ("idefics3", "qwen2_5_vl", "qwen3_vl", "llava", "internvl")
 _TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512, "bos_token_id": None,
@@ -49,9 +54,8 @@ def tokenizer(family: str, *, results: bool = False) -> Any:
     shown = _IMAGE.get(family, _QWEN)
     special = ["<image>", "<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>"]
     made.add_tokens([AddedToken(text, special=True, normalized=False) for text in special], special_tokens=True)
-    if family == "gemma3":  # features replace another token than the one in the template
-        for name, text in (("boi", special[1]), ("eoi", special[3]), ("image", special[0])):
-            vars(made).update({f"{name}_token": text, f"{name}_token_id": made.convert_tokens_to_ids(text)})
+    if family in ("gemma3", "internvl"):
+        made._set_model_specific_special_tokens({f"{name}_token": text for name, text in _ATTRIBUTES.items()})
     parts = (
         "{%- if message.content is string -%}{{- message.content -}}{%- else -%}"
         "{%- for part in message.content or [] -%}"
@@ -67,8 +71,10 @@ def _processor(family: str, made: Any) -> Any:
         CLIPImageProcessorPil,
         Gemma3ImageProcessorPil,
         Gemma3Processor,
+        GotOcr2ImageProcessorPil,
         Idefics3ImageProcessorPil,
         Idefics3Processor,
+        InternVLProcessor,
         LlavaProcessor,
         Qwen2_5_VLProcessor,
         Qwen2VLImageProcessorPil,
@@ -78,6 +84,9 @@ def _processor(family: str, made: Any) -> Any:
     if family == "idefics3":
         images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
         return Idefics3Processor(images, made, image_seq_len=4)
+    if family == "internvl":
+        images = GotOcr2ImageProcessorPil(size={"height": 16, "width": 16}, crop_to_patches=True, max_patches=4)
+        return make_processor(InternVLProcessor, images, made, {"image_seq_length": 4})
     if family == "gemma3":
         images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
         return Gemma3Processor(images, made, image_seq_length=4)
@@ -101,6 +110,9 @@ def _config(family: str, made: Any) -> Any:
         text["model_type"] = "gemma3_text"
         vision = _VISION | {"image_size": 16, "patch_size": 4}
         given = {"image_token_index": made.convert_tokens_to_ids("<image>"), "mm_tokens_per_image": 4}
+    elif family == "internvl":
+        vision = _VISION | {"image_size": [16, 16], "patch_size": [4, 4]}
+        given = {"image_token_id": image, "image_seq_length": 4}
     elif family == "llava":
         vision = _VISION | {"image_size": 16, "patch_size": 4, "model_type": "clip_vision_model"}
         given = {"image_token_index": image}

@@ -111,6 +111,8 @@ class Policy(Displayable, LanguageModel):
     ) -> Policy:
         """Load a policy from a folder in the layout of transformers, from a GGUF file, or by hub name.
 
+        A vision model reads images if the files of its image processor are in the same place.
+
         Args:
             path: Folder of a model, hub name, GGUF file or a folder with one, "smollm2" for the model that
                 `scripts/install smollm2` adds, or folder of a training run, of which the last checkpoint is loaded.

@@ -161,7 +161,7 @@ def find_obstacle(policy: Any) -> str:
     try:
         # Disable autocast, whose errors exceed the tolerance for float32.
         with torch.no_grad(), torch.autocast(policy.device.type, enabled=False):
-            found = [_trial(policy, image) for image in _pictures()]
+            found = [_trial(policy, *row) for row in trial_rows(policy)]
     except Exception as error:  # models differ in their arguments
         return f"a trial raised {type(error).__name__}: {error}"
     if not all(agree(expected, got) for expected, got in found):
@@ -169,22 +169,27 @@ def find_obstacle(policy: Any) -> str:
     return "a trial gave the same logits for two images" if agree(found[0][1], found[1][1]) else ""
 
 
-def _pictures() -> list[Image]:
+def trial_rows(policy: Any) -> list[tuple[Tensor, ImageSpan]]:
+    """Return the ids, (1, T), and the span of two texts with different images of the same size."""
     import PIL.Image
 
     pixels = torch.randint(0, 256, (2, 48 * 32 * 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-    return [Image(PIL.Image.frombytes("RGB", (48, 32), part.numpy().tobytes())) for part in pixels]
+    chat, rows = policy.chat, []
+    text = chat.encode("1 2 3 4 5 6 7")
+    for part in pixels:
+        image = Image(PIL.Image.frombytes("RGB", (48, 32), part.numpy().tobytes()))
+        placeholders = chat.encode(chat.reader.expansion(image))
+        ids = torch.tensor([[*text, *placeholders, *text]], device=policy.device)
+        rows.append((ids, ImageSpan(image, len(text), len(placeholders))))
+    return rows
 
 
-def _trial(policy: Any, image: Image) -> tuple[Tensor, Tensor]:
+def _trial(policy: Any, ids: Tensor, span: ImageSpan) -> tuple[Tensor, Tensor]:
     """Return the logits of the model's forward pass and of the policy for a text with an image."""
-    chat, model = policy.chat, policy.model
-    text, placeholders = chat.encode("1 2 3 4 5 6 7"), chat.encode(chat.reader.expansion(image))
-    ids = torch.tensor([[*text, *placeholders, *text]], device=policy.device)
-    span = ImageSpan(image, len(text), len(placeholders))
+    model = policy.model
     shown = _row_images(policy, ids, [[span]])
     own = model.get_base_model().forward if policy.has_adapter else model.forward
-    given = _accepted(own, policy, image)
+    given = _accepted(own, policy, span.image)
     names = {"token_type_ids", "mm_token_type_ids"} & inspect.signature(own).parameters.keys()
     given |= dict.fromkeys(names, (shown.index >= 0).int())
     expected = type(model).forward(model, input_ids=ids, use_cache=False, **given).logits.float()

@@ -106,7 +106,15 @@ class LocalEngine(Engine):
     @property
     def images(self) -> int:  # type: ignore[override]
         """Maximum number of images per request; 0 if the policy reads none, see `Policy.image_obstacle`."""
-        return 0 if self.policy.image_obstacle else _MAX_IMAGES
+        return 0 if self._image_obstacle else _MAX_IMAGES
+
+    @functools.cached_property
+    def _image_obstacle(self) -> str:
+        if self.policy.image_obstacle:
+            return self.policy.image_obstacle
+        from agentfly_kit.engines.local.images import find_obstacle
+
+        return find_obstacle(self.policy)
 
     @property
     def max_length(self) -> int:
@@ -191,7 +199,7 @@ class LocalEngine(Engine):
         if images:
             if not self.images:
                 raise EngineError(
-                    f"the ids must contain text only, because {self!r} reads no images: {self.policy.image_obstacle}"
+                    f"the ids must contain text only, because {self!r} reads no images: {self._image_obstacle}"
                 )
             from agentfly_kit.images import row_keys
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from agentfly_kit.engines.local.decoder import _modules_forward
+from agentfly_kit.engines.local.kv_cache import KVCache
 from agentfly_kit.engines.local.slots import Request
-from agentfly_kit.policy.vision import Features, row_images
+from agentfly_kit.policy.attention import agree
+from agentfly_kit.policy.vision import Features, row_images, trial_rows
 
 # Number of images whose features are kept.
 _CACHE_SIZE = 256
@@ -57,3 +61,27 @@ class PromptImages:
         """Return the arguments of the decoder for tokens, (R, C), at positions, (R, C), of the slots, (R,)."""
         source = self._numbers[slots][:, None] * self._width + positions.clamp(max=self._width - 1)
         return self._rows.options(self._decoder, tokens, source)
+
+
+@torch.inference_mode()
+def find_obstacle(policy: Any) -> str:
+    """Return the reason why prompts with images cannot be run with a KV cache, or "" if a trial gives equal states."""
+    ids, span = trial_rows(policy)[0]
+    count = ids.shape[1]
+    request: Any = SimpleNamespace(ids=ids[0].cpu().numpy(), images=[span], shift=0)
+    try:
+        expected = policy.hidden(ids, images=[[span]])
+        shown = PromptImages(policy, [(request, 0, 0)], {}, 0)
+        cache, slots, parts = KVCache(1, count), torch.zeros(1, dtype=torch.int64, device=ids.device), []
+        # The first chunk ends inside the image, and the last two tokens are decoded one by one.
+        half = span.start + span.length // 2
+        for start, stop in ((0, half), (half, count - 2), (count - 2, count - 1), (count - 1, count)):
+            positions = torch.arange(start, stop, device=ids.device)[None]
+            given = ids[:, start:stop], positions
+            decoded = {"position_ids": positions + request.shift}
+            options = shown.options(*given, slots) if stop < count - 1 else decoded
+            parts.append(_modules_forward(policy.decoder)(cache, slots, *given, "trial", options))
+    except Exception as error:  # models differ in their arguments
+        return f"a trial with a KV cache raised {type(error).__name__}: {error}"
+    same = agree(expected, torch.cat(parts, 1))
+    return "" if same else "a trial gave other hidden states with a KV cache than without one"
