@@ -1,5 +1,6 @@
 """The shipped vision policy: its folder, its token ids, and how well it starts and learns."""
 
+import dataclasses
 from collections import defaultdict
 from importlib.resources import files
 from pathlib import Path
@@ -30,6 +31,20 @@ async def test_it_is_small_and_starts_at_half_of_the_questions_of_each_kind() ->
     assert not policy.image_obstacle
     found = await success(policy, 512)
     assert all(0.35 < found[kind] < 0.65 for kind in shapes.KINDS), found
+
+
+async def test_a_policy_sees_the_image_that_the_tool_returns() -> None:
+    crop = "crop", {"left": 0, "top": 0, "right": 16, "bottom": 16}
+
+    def play(task: af.Task, messages: Any, rng: Any) -> Any:
+        return "red" if messages[-1]["role"] == "tool" else crop
+
+    family = dataclasses.replace(shapes.family, expert_player=play)
+    (t,) = (await family.expert(af.tiny.policy("shapes")).rollout(shapes.tasks(1, "test"))).trajectories
+    assert t.stop == "answered" and t.tool_calls[0].result is not None
+    whole, part = t.rows[0].images
+    assert part.image == t.tool_calls[0].result.images[0] != whole.image
+    assert part.length == whole.length == len(shapes.POSITIONS) + 3
 
 
 def test_transformers_and_the_recipe_give_the_token_ids_of_the_chat() -> None:
