@@ -81,9 +81,9 @@ class Chat(Displayable):
 
             self.reader = ImageReader(processor)
         # Control tokens are special tokens, and added tokens that the template uses. Plain text must never yield them.
-        added = {str(t) for t in getattr(tokenizer, "added_tokens_decoder", {}).values()}
+        added = {str(t): t.special for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if str(t).strip()}
         # Those of an image processor need not occur in the template.
-        used = {t for t in added if t.strip() and (self.reader or t in str(source))}
+        used = {t for t, special in added.items() if (self.reader and special) or t in str(source)}
         texts = used | {t for t in tokenizer.all_special_tokens if t}
         self._controls = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
         self.template = Template(tokenizer, options or {}, self._controls)

@@ -23,6 +23,7 @@ FAMILIES: tuple[str, ...] = (
     "repo",
     "scienceworld",
     "search",
+    "shapes",
     "sql",
     "webshop",
 )

@@ -44,14 +44,15 @@ class PlayerEngine(Engine):
     """Engine that returns the moves of a scripted player. Their tokens have the author "script" and mask 0, so they are
     never trained on."""
 
-    tokens = "exact"
     logprobs = "no"
     reproducible = True
     author = "script"
+    images = 16
 
     def __init__(self, play: ScriptedPlayer, chat: Chat) -> None:
         self.play = play
         self.chat = chat
+        self.tokens = "none" if chat.tokenizer is None else "exact"
 
     async def sample(
         self, ids: Sequence[int], sampling: Sampling, seed: int, *, request: TurnRequest | None = None
@@ -94,6 +95,7 @@ class Family(Displayable):
         chance: Success rate that the random player does not exceed.
         pool_size: Size of an agent's environment pool; chains wait while all instances are leased.
         acquire_timeout: Maximum time in seconds for which a chain waits for an environment.
+        images: Whether tasks contain images. Chains of scripted players then have token ids only if a policy is given.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Family(Displayable):
     chance: float = 0.05
     pool_size: int = 64
     acquire_timeout: float = 120.0
+    images: bool = False
 
     @property
     def missing(self) -> tuple[str, ...]:
@@ -198,10 +201,17 @@ class Family(Displayable):
         """
         return self._played(self.random_player, policy, settings)
 
+    @property
+    def chat(self) -> Chat:
+        """Chat of scripted players without a policy."""
+        from agentfly_kit.chat.text_chat import TextChat
+
+        return TextChat() if self.images else small_chat()
+
     def _played(self, player: ScriptedPlayer, policy: Policy | None, settings: dict[str, Any]) -> Agent:
         chat = settings.pop("chat", None)
         if chat is None:
-            chat = small_chat() if policy is None else policy.chat
+            chat = self.chat if policy is None else policy.chat
         return self.agent(PlayerEngine(player, chat), chat=chat, **settings)
 
     def __repr__(self) -> str:

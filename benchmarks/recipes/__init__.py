@@ -89,7 +89,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     given.out.mkdir(parents=True, exist_ok=True)
     if given.what == "policy":
-        build(given.name, given.out, seed=given.seed, report=lambda line: print(line, file=sys.stderr))
+        settings = {"seed": given.seed, "report": lambda line: print(line, file=sys.stderr)}
+        if given.name == "shapes":  # a vision model
+            importlib.import_module("recipes.shapes").build(given.out, **settings)
+        else:
+            build(given.name, given.out, **settings)
         return
     for split, rows in _tasks(given.name, given.seed).items():
         lines = "".join(json.dumps(row) + "\n" for row in rows)

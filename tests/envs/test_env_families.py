@@ -181,6 +181,12 @@ async def test_concurrent_chains_do_not_affect_each_other(name: str) -> None:
         )
 
 
+def played(of: Any, play: Any = lambda task, messages, rng: "x", **settings: Any) -> af.Agent:
+    """Return an agent of a family with another scripted player."""
+    agent: af.Agent = dataclasses.replace(of.family, expert_player=play).expert(**settings)
+    return agent
+
+
 def garbage(what: dict[str, Any]) -> Any:
     return {"integer": -(10**9), "number": 1e300, "boolean": "perhaps", "array": []}.get(
         what.get("type", ""), "\u2042 ' ; --"
@@ -203,10 +209,7 @@ async def test_invalid_actions_are_reported_and_do_not_affect_other_chains(name:
             return of.family.expert_player(task, messages, rng)
         return moves[min(3, sum(m["role"] == "assistant" for m in messages))]
 
-    chat = af.envs.family.small_chat()
-    good, bad, also = (
-        await of.agent(af.envs.family.PlayerEngine(plays, chat), chat=chat).rollout(tasks)
-    ).trajectories
+    good, bad, also = (await played(of, plays).rollout(tasks)).trajectories
     assert good.success and also.success, good.error or also.error
     assert (bad.error, bad.success) == (None, False), bad.explain()
     first, second = bad.tool_calls[:2]
@@ -219,7 +222,7 @@ async def test_invalid_actions_are_reported_and_do_not_affect_other_chains(name:
 async def test_invalid_tasks_are_rejected_before_anything_runs(name: str) -> None:
     of = getattr(af.envs, name)
     good = of.tasks(1, "test")[0]
-    agent = of.agent(af.ScriptedEngine(["x"]), chat=af.envs.family.small_chat())
+    agent = played(of)
     agent.rollout([good])
     optional = {"kind", "size", "support", "hardness", "code", "test_setup_code", "solution", "failing"}
     required = set(good.fields) - optional - ({"world"} if name == "search" else set())
@@ -285,13 +288,15 @@ async def test_a_fork_continues_from_the_same_state_or_raises(name: str) -> None
         ("competition", {"competition": "stocks", "world": 1}, "field 'competition' must be one of 'slope', 'tide'"),
         ("competition", {"competition": "slope"}, "field 'world' is missing"),
         ("math", {"answer": None}, "answer must be a string or a number, got None (NoneType)"),
+        ("shapes", {"answer": 2}, "answer must be a string, got 2 (int)"),
+        ("shapes", {"answer": "2"}, "the messages of the task must have one image, got 0"),
     ],
 )
 async def test_invalid_fields_are_named(name: str, fields: Any, words: str) -> None:
     of = getattr(af.envs, name)
     if of.family.missing:
         pytest.skip(f"not installed: {', '.join(of.family.missing)}")
-    agent = of.agent(af.ScriptedEngine(["x"]), chat=af.envs.family.small_chat())
+    agent = played(of)
     errors.check(
         lambda: agent.rollout([af.Task("bad", ({"role": "user", "content": "?"},), fields)]),
         af.errors.TaskError,
@@ -303,8 +308,7 @@ async def test_an_answer_may_be_a_number() -> None:
     for name in ("calculator", "math"):
         of = getattr(af.envs, name)
         task = af.Task("7", ({"role": "user", "content": "What is 3+4?"},), {"answer": 7})
-        chat = af.envs.family.small_chat()
-        agent = of.agent(af.envs.family.PlayerEngine(lambda task, messages, rng: "14/2", chat), chat=chat, size=1)
+        agent = played(of, lambda task, messages, rng: "14/2", size=1)
         (t,) = (await agent.rollout([task])).trajectories
         assert t.success, t.error
 

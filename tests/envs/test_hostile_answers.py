@@ -41,7 +41,7 @@ async def episode(name: str, **options: Any) -> AsyncIterator[tuple[Any, af.Cont
     """Yield an environment that was reset to a task, and a context with pools of what the reward requires."""
     of = getattr(af.envs, name)
     quick = [af.Pool(af.envs.math.MathVerifier, size=1, cpu_seconds=0.3)] if name == "math" else []
-    agent = of.agent(af.ScriptedEngine(["x"]), chat=af.envs.family.small_chat(), options=options, size=1, pools=quick)
+    agent = of.expert(options=options, size=1, pools=quick)
     async with contextlib.AsyncExitStack() as stack:
         for pool in agent.pools:
             await stack.enter_async_context(pool)
