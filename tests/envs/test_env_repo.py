@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shlex
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from processes import running
 from waiting import GUARD, until
 
 import agentfly_kit as af
+from agentfly_kit.envs.family import PlayerEngine, small_chat, tool_outputs
 from agentfly_kit.envs.repo import mutation
+from agentfly_kit.sandboxes.host import commands
 
 ONE = next(
     task for task in af.envs.repo.tasks(30, "train") if [b["file"] for b in task.fields["bugs"]] == ["stall/money.py"]
@@ -263,44 +266,73 @@ def test_every_mutation_changes_one_line_and_still_compiles() -> None:
     }
 
 
-MINI = (
-    "env MSWEA_CONFIGURED=1 MSWEA_COST_TRACKING=ignore_errors LITELLM_LOCAL_MODEL_COST_MAP=True "
-    "python -m minisweagent --model openai/policy --yolo --exit-immediately --task"
+# Programs of npm packages: npm install --prefix .venv/node opencode-ai @openai/codex @anthropic-ai/claude-code
+NODE = Path(sys.prefix, "node", "node_modules")
+OPENCODE, CODEX, CLAUDE = (
+    commands.inside_path(str(NODE / path))
+    for path in (
+        "opencode-linux-x64/bin/opencode",
+        "@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl/bin/codex",
+        "@anthropic-ai/claude-code-linux-x64/claude",
+    )
 )
-
-
-def with_bash(command: str) -> str:
-    return f'<tool_call>{{"name": "bash", "arguments": {json.dumps({"command": command})}}}</tool_call>'
-
-
-def mending(task: af.Task, turn: int) -> str:
-    """Let an agent repair the task `ONE`. In other tasks, it changes the tests instead."""
-    lines = [(bug["file"], f"{bug['line']}c\\{bug['right']}") for bug in task.fields["bugs"]]
-    commands = [
-        "python run_tests.py",
-        "; ".join(f"sed -i {shlex.quote(change)} {file}" for file, change in lines),
-        "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
-    ]
-    if task.id != ONE.id:
-        commands[1] = "echo 'def test_all(): pass' | tee tests/*.py"
-    return with_bash(commands[turn])
+PROVIDER = {
+    "npm": "@ai-sdk/openai-compatible", "models": {"policy": {}},
+    "options": {"baseURL": "{env:OPENAI_BASE_URL}", "apiKey": "{env:OPENAI_API_KEY}"},
+}  # fmt: skip
+CONFIG = {"model": "policy/policy", "small_model": "policy/policy", "provider": {"policy": PROVIDER}}
+# Agent -> its command, the tool for commands with its parameter, and the number of rows of a chain.
+AGENTS: dict[str, tuple[list[str], tuple[str, str], int]] = {
+    "mini-swe-agent": ([
+        "env", "MSWEA_CONFIGURED=1", "MSWEA_COST_TRACKING=ignore_errors", "LITELLM_LOCAL_MODEL_COST_MAP=True",
+        "python", "-m", "minisweagent", "--model", "openai/policy", "--yolo", "--exit-immediately", "--task",
+    ], ("bash", "command"), 1),
+    "OpenCode": ([
+        "env", f"OPENCODE_CONFIG_CONTENT={json.dumps(CONFIG)}", "OPENCODE_DISABLE_MODELS_FETCH=1", OPENCODE, "run",
+    ], ("bash", "command"), 2),
+    "Codex": ([
+        "bash", "-c",
+        f"mkdir -p /tmp/codex; CODEX_HOME=/tmp/codex {CODEX} exec --skip-git-repo-check --disable multi_agent "
+        "--dangerously-bypass-approvals-and-sandbox --model policy -c web_search=disabled -c model_provider=policy "
+        "-c model_providers.policy.name=policy -c model_providers.policy.env_key=OPENAI_API_KEY "
+        '-c model_providers.policy.base_url=$OPENAI_BASE_URL "$0"',
+    ], ("exec_command", "cmd"), 1),
+    "Claude Code": ([
+        "env", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1", "ANTHROPIC_SMALL_FAST_MODEL=policy",
+        CLAUDE, "--print", "--bare", "--model", "policy", "--allowedTools", "Bash", "--",
+    ], ("Bash", "command"), 1),
+}  # fmt: skip
+MARKS = {
+    "mini-swe-agent": pytest.mark.skipif(importlib.util.find_spec("minisweagent") is None, reason="not installed"),
+}
+NPM = [pytest.mark.long, pytest.mark.skipif(not NODE.exists(), reason="needs the npm packages")]
 
 
 @pytest.mark.real
-@pytest.mark.skipif(importlib.util.find_spec("minisweagent") is None, reason="needs: mini-swe-agent")
-async def test_mini_swe_agent_repairs_a_repository() -> None:
+@pytest.mark.parametrize("name", [pytest.param(name, marks=MARKS.get(name, NPM)) for name in AGENTS])
+async def test_an_unmodified_agent_repairs_a_repository(name: str) -> None:
+    """The policy repairs the task `ONE`. In the other task, it changes the tests instead."""
+    command, (tool, parameter), rows = AGENTS[name]
     outputs: list[str] = []
 
-    async def solve(task: af.Task, endpoint: af.Endpoint, repo: af.FromPool[af.envs.repo.Repo]) -> None:
-        question = task.messages[-1]["content"]
-        outputs.append((await repo.run_agent([*MINI.split(), question], endpoint)).text)
+    def play(task: af.Task, messages: Any, rng: random.Random) -> Any:
+        if "title generator" in messages[0]["content"]:
+            return "A bug"
+        lines = [(bug["file"], f"{bug['line']}c\\{bug['right']}") for bug in task.fields["bugs"]]
+        repair = "; ".join(f"sed -i {shlex.quote(change)} {file}" for file, change in lines)
+        cheat = "echo 'def test_all(): pass' | tee tests/*.py"
+        plan = ["python run_tests.py", repair if task.id == ONE.id else cheat]
+        plan += ["echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"] if name == "mini-swe-agent" else []
+        done = len(tool_outputs(messages))
+        return (tool, {parameter: plan[done], "description": "run"}) if done < len(plan) else "It is repaired."
 
-    chat, options = af.Chat(af.tiny.tokenizer()), {"memory_mb": 1024, "cpu_seconds": 300.0, "processes": 64}
-    agent = af.envs.repo.agent(af.ScriptedEngine(mending), chat=chat, harness=solve, size=1, options=options)
+    async def solve(task: af.Task, endpoint: af.Endpoint, repo: af.FromPool[af.envs.repo.Repo]) -> None:
+        outputs.append((await repo.run_agent([*command, task.messages[-1]["content"]], endpoint)).text)
+
+    chat, options = small_chat(), {"memory_mb": 4096, "cpu_seconds": 300.0, "processes": 200, "disk_mb": 256}
+    agent = af.envs.repo.agent(PlayerEngine(play, chat), chat=chat, harness=solve, size=1, options=options)
     honest, cheating = await agent.rollout([ONE, *af.envs.repo.tasks(1, "test")])
     for t in (honest, cheating):
-        assert (t.stop, len(t.actions), len(t.rows)) == ("answered", 3, 1), (t.error, outputs)
-        first, seen = t.turns[0].messages, t.turns[2].messages
-        assert "helpful assistant" in first[0]["content"] and t.task.messages[-1]["content"] in first[1]["content"]
-        assert "returncode" in seen[0]["content"] and t.tool_calls[0].result.ok
+        assert (t.stop, len(t.actions), len(t.rows)) == ("answered", 2 + rows, rows), (t.error, outputs)
+        assert any(t.task.messages[-1]["content"] in message["content"] for message in t.rows[-1].turns[0].messages)
     assert (honest.reward, cheating.reward) == (1.0, 0.0), outputs

@@ -14,6 +14,7 @@ from test_sandbox_python import nothing_left, zygotes  # noqa: F401  (nothing_le
 from waiting import GUARD, until
 
 import agentfly_kit as af
+from agentfly_kit.sandboxes.host import commands
 from agentfly_kit.sandboxes.shell import ShellResult
 
 LONG = 90_000_000 + os.getpid()
@@ -56,6 +57,8 @@ async def test_results_of_commands(sandbox: af.ShellSandbox):
     assert (result.exit_code, result.died) == (2, False) and "syntax error" in result.stderr
     assert (await sandbox.run('cat; read x; echo "[$x]"')).stdout == "[]\n"
     await errors.check(lambda: sandbox.run("echo \0"), af.ToolError, "NUL")
+    for file in filter(os.path.exists, commands._SYSTEM_FILES[:1]):  # the cache of the dynamic linker
+        assert (await sandbox.run(f"wc -c {file}")).ok
 
 
 async def test_commands_are_passed_verbatim(level: str):

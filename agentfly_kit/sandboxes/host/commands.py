@@ -251,6 +251,7 @@ def strict_command(
             command += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
         elif os.path.isdir(f"/{name}"):
             command += ["--ro-bind", f"/{name}", f"/{name}"]
+    command += ["--perms", "0755", "--dir", "/etc"]  # bwrap makes missing folders for uid 0 only
     for name in _SYSTEM_FILES:
         command += ["--ro-bind-try", name, name]
     if limits.network:
@@ -263,7 +264,7 @@ def strict_command(
     command += ["--tmpfs", STRICT_HOME]
     for folder in python_folders(packages):
         for parent in reversed(Path(inside_path(folder)).parents[:-1]):
-            command += ["--perms", "0755", "--dir", str(parent)]  # bwrap would create them for uid 0 only
+            command += ["--perms", "0755", "--dir", str(parent)]
         command += ["--ro-bind", folder, inside_path(folder)]
     if not packages:
         for folder in _visible_packages():
