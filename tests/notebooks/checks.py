@@ -198,6 +198,10 @@ assert probed.final.split() == (
 assert not healthy.serious and run.diagnose()[0].name == "constant_reward"
 assert repaired.summary()["success"] > 0
 """,
+    "32_images": """
+assert prompts[0] == prompts[1] and max((a - b).abs().max() for a in table.values() for b in table.values()) > 1
+assert before.success < 0.7 and by_kind(after).min() > 0.85
+""",
     "35_trl": """
 for a, b in zip(their_log, our_log, strict=True):
     assert float(a["reward"]) == b["reward"] and abs(float(a["grad_norm"]) / b["grad_norm"] - 1) < 1e-3
