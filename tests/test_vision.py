@@ -152,6 +152,28 @@ async def test_samples_are_those_of_a_full_forward_at_any_concurrency(family: st
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+async def test_later_turns_continue_from_the_cache(family: str) -> None:
+    policy = vision_models.shared(family)
+    chat, engine = policy.chat, af.LocalEngine(policy)
+    first = chat.prompt([user(*["a long prompt", A, "and", WIDE] * (4 if family == "idefics3" else 9))])
+    ids, spans = list(first), list(first.images)  # type: ignore[attr-defined]
+    assert len(ids) > 256, "more than a chunk"
+    end = 0
+    for turn in range(3):
+        request = TurnRequest(TASKS[0], turn, "s", images=tuple(spans))
+        before, held = engine.prefilled, len(ids)
+        sample = await engine.sample(ids, SAMPLING, turn, request=request)
+        computed = engine.prefilled - before
+        ids += sample.ids or ()
+        expected = reference_logprobs(policy, ids, [span.image for span in spans])
+        np.testing.assert_allclose(sample.logprobs, expected[held - 1 :], atol=1e-5)
+        assert computed == held - max(0, end - 1), "the last sampled token and those after it"
+        end, more = len(ids), chat.observation_ids([user("then", B, WIDE)], after=sample.ids or ())
+        spans += [span._replace(start=span.start + end) for span in more.images]  # type: ignore[attr-defined]
+        ids += more
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 async def test_swapped_images_share_nothing_and_change_all_later_logprobs(family: str) -> None:
     policy, engine = vision_models.shared(family), af.LocalEngine(vision_models.shared(family))
     rows = [policy.chat.prompt(t.messages) for t in TASKS[:2]]

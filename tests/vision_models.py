@@ -24,7 +24,7 @@ _QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
 FAMILIES = ("idefics3", "qwen2_5_vl", "qwen3_vl", "llava", "internvl")
 _TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 512, "bos_token_id": None,
+    "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 2048, "bos_token_id": None,
     "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
