@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def test_ids_are_those_of_the_processor(family: str) -> None:
     assert [span.image for span in ids.images] == [A, WIDE, A]  # type: ignore[attr-defined]
     inside = {i for _, start, length in ids.images for i in range(start, start + length)}  # type: ignore[attr-defined]
     assert {i for i, token in enumerate(ids) if token == chat.reader.token_id} <= inside
+    assert pickle.loads(pickle.dumps(chat)).prompt(messages).images == pickle.loads(pickle.dumps(ids)).images
     other = chat.prompt([messages[0], user("What", B, "is\n", WIDE, A, "?")])
     assert other == ids and [span.image for span in other.images] == [B, WIDE, A]  # type: ignore[attr-defined]
 

@@ -22,8 +22,8 @@ from agentfly_kit.images import Image
 from agentfly_kit.seeds import digest
 from agentfly_kit.types import ImageSpan, Message
 
-# Number of images whose pixels are kept, because an image occurs in many forward passes.
-_CACHE_SIZE = 32
+# Numbers of images whose pixels and placeholders are kept, because an image occurs in many forward passes.
+_PIXELS, _EXPANSIONS = 32, 1024
 # Marker of an image in rendered messages, followed by the digest. No other text contains the random number.
 _MARK = f"qzimage{secrets.token_hex(8)}x"
 _MARKED = re.compile(f"({_MARK}[0-9a-f]{{32}})")
@@ -46,6 +46,9 @@ class ImageIds(tuple[int, ...]):
         start, stop, _ = at.indices(len(self))
         moved = (span._replace(start=span.start - start) for span in self.images if span.start + span.length <= stop)
         return ImageIds(found, [span for span in moved if span.start >= 0])
+
+    def __getnewargs__(self) -> Any:
+        return tuple(self), self.images
 
 
 class ImageReader:
@@ -79,9 +82,9 @@ class ImageReader:
         self._create_caches()
 
     def _create_caches(self) -> None:
-        self._process = functools.lru_cache(_CACHE_SIZE)(self._process_image)
-        # Placeholders of each image, and whether the template renders images in tool results.
-        self._expansions: dict[str, str] = {}
+        self._process = functools.lru_cache(_PIXELS)(self._process_image)
+        self._expand = functools.lru_cache(_EXPANSIONS)(self._expand_image)
+        # Whether the template renders images in tool results.
         self._in_results: bool | None = None
         self._appends = False
 
@@ -119,10 +122,10 @@ class ImageReader:
 
     def expansion(self, image: Image) -> str:
         """Return the placeholders of an image as text."""
-        if image.digest not in self._expansions:
-            found = self.processor.replace_image_token(self._process(image), 0)
-            self._expansions[image.digest] = str(found)
-        return self._expansions[image.digest]
+        return self._expand(image)
+
+    def _expand_image(self, image: Image) -> str:
+        return str(self.processor.replace_image_token(self._process(image), 0))
 
     # --- messages ---
 
