@@ -84,7 +84,7 @@ class Chat(Displayable):
         added = {str(t): t.special for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if str(t).strip()}
         # Those of an image processor need not occur in the template.
         used = {t for t, special in added.items() if (self.reader and special) or t in str(source)}
-        texts = used | {t for t in tokenizer.all_special_tokens if t}
+        texts = used.union(filter(None, (*tokenizer.all_special_tokens, self.reader and self.reader.token)))
         self._controls = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
         self.template = Template(tokenizer, options or {}, self._controls)
         if self.reader is not None:

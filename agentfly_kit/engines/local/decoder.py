@@ -20,10 +20,10 @@ from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.attention import agree, masked_states, shared_keys, unsupported_attention, with_short_windows
 from agentfly_kit.policy.policy import Policy
 
+Options: TypeAlias = dict[str, Any] | None
 # A function of (cache, rows, tokens (R, C), positions (R, C), stamp, options) that returns hidden states (R, C, d), for
 # R rows, C tokens per row and hidden size d. `rows` is as in `KVCache.prepare`, `stamp` identifies the weights, and
 # `options` are arguments of the decoder, such as embeddings in place of tokens.
-Options: TypeAlias = dict[str, Any] | None
 CachedForward: TypeAlias = Callable[[KVCache, Tensor | int, Tensor, Tensor, object, Options], Tensor]
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
