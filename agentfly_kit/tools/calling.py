@@ -75,7 +75,7 @@ async def call_user_function(
                     value = convert(await steps)
             finally:
                 timed_out = " and was cancelled" if limit.expired() else ""
-                if steps.longest > _BLOCKING_SECONDS:
+                if steps.longest > _BLOCKING_SECONDS and not function.__module__.startswith("agentfly_kit."):
                     warn_or_log(_blocking_message(function))
             if timeout is not None and steps.blocked > timeout:
                 error, timed_out = TimeoutError(), " and blocked the event loop"

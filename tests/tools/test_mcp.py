@@ -55,7 +55,7 @@ async def test_results_errors_and_pictures_of_a_server() -> None:
         assert (await tools["add"].try_(a=2)).observation == "3"
         assert "was not run" in (await tools["add"].try_(a="two")).observation
         assert [(await tools["no_te"].try_(text="hi")).observation for _ in range(2)] == ["hi 1", "hi 2"]
-        assert await last_notes(tools) == {"hi 5", "hi 6"}, "chains share the session"
+        assert await notes(tools) == ["hi 3", "hi 4", "hi 5", "hi 6"], "chains share the session"
         assert (await tools["picture"].try_()).observation == "[image image/png, 69 bytes, not shown]"
         async with toolbox.mcp(SERVER, timeout=GUARD, images=True) as showing:
             shown = await showing["picture"].try_()
@@ -140,14 +140,15 @@ def _agent(tools: Any, **settings: Any) -> af.Agent:
     return af.Agent(af.ScriptedEngine([call, call, "done"]), chat=chat, tools=tools, reward=agents.exact, **settings)
 
 
-async def last_notes(tools: Any, **settings: Any) -> set[str]:
+async def notes(tools: Any, **settings: Any) -> list[str]:
+    """Return the sorted results of two chains of two calls each, which the server numbers in the order of arrival."""
     rollout = await _agent(tools, **settings).rollout(agents.tasks(2))
-    return {t.tool_calls[-1].result.observation for t in rollout if t.tool_calls[-1].result is not None}
+    return sorted(call.result.observation for t in rollout for call in t.tool_calls if call.result is not None)
 
 
 async def test_chains_with_a_pool_have_their_own_sessions() -> None:
     async with toolbox.mcp(SERVER, sessions=1, timeout=GUARD) as tools:
-        assert await last_notes(tools, pools=[tools.pool]) == {"hi 2"}
+        assert await notes(tools, pools=[tools.pool]) == ["hi 1", "hi 1", "hi 2", "hi 2"]
 
 
 async def _cancel_chains(tools: Any, rng: random.Random, **settings: Any) -> int:
