@@ -336,6 +336,7 @@ class LanguageModel:
         want: Iterable[ScoreName] = ("logprob", "entropy"),
         *,
         layers: Sequence[int] | None = None,
+        rows: Tensor | None = None,
         micro_tokens: int | None = None,
     ) -> dict[str, Tensor]:
         """Compute scores where the mask of a batch is 1, without gradients.
@@ -344,6 +345,7 @@ class LanguageModel:
             batch: The batch.
             want: Scores to compute: any of "logprob", "entropy", "value", "hidden" and "sum_squared_probs".
             layers: Indices of the layers to return as "hidden"; by default the last layer. See `hidden`.
+            rows: Indices of the rows to score; all rows if None. The scores of other rows are as where the mask is 0.
             micro_tokens: Maximum number of tokens per forward pass; `self.micro_tokens` if None.
 
         Returns:
@@ -364,22 +366,22 @@ class LanguageModel:
             out["hidden"] = torch.zeros(*batch.ids.shape, *([] if chosen is None else [len(chosen)]), self.width)
         keys = getattr(batch, "row_keys", None)
         with single_torch_thread(self):
-            for rows in self.micro_batches(batch, None, micro_tokens):
-                width = int(batch.lengths[rows].max())
-                mask = batch.mask[rows, :width]
+            for part in self.micro_batches(batch, rows, micro_tokens):
+                width = int(batch.lengths[part].max())
+                mask = batch.mask[part, :width]
                 if not bool(mask.any()):
                     continue
-                inputs = batch.ids[rows, :width].to(self.device), mask.to(self.device)
-                shared = None if keys is None else keys[rows, :width]
+                inputs = batch.ids[part, :width].to(self.device), mask.to(self.device)
+                shared = None if keys is None else keys[part, :width]
                 if wanted == {"value"} and isinstance(self.value_head, Critic):  # no forward pass of the policy
                     got = {"value": self._values(inputs[0], *self._locate_states(*inputs, shared), None)}
                 else:
                     options: Any = {name: name in wanted for name in ("entropy", "value", "sum_squared_probs")}
                     options["row_keys"] = shared
-                    got = vars(self.forward(*inputs, batch.temperatures[rows], layers=layers, **options))
+                    got = vars(self.forward(*inputs, batch.temperatures[part], layers=layers, **options))
                 r, c = mask.nonzero(as_tuple=True)
                 for name in wanted:
-                    out[name][rows[r], c] = got[name].float().cpu()
+                    out[name][part[r], c] = got[name].float().cpu()
         return Tensors(out)
 
     @torch.no_grad()

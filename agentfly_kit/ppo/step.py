@@ -104,8 +104,8 @@ def ppo_step(
     with single_torch_thread(policy):
         # Compute the reference logprobs, the importance weights and, unless those of the sampler are used, the old
         # logprobs.
-        inputs = StepInputs.prepare(policy, batch, config, reference if config.kl_coef > 0 or detail else None)
-        entropy_before = score(policy, batch, "entropy", config) if detail else None
+        inputs = StepInputs.prepare(policy, batch, config, reference if config.kl_coef > 0 or detail else None, ranks)
+        entropy_before = score(policy, batch, "entropy", config, ranks) if detail else None
         phases.lap("old")
 
         # A row with zero advantages has zero gradient unless there is a KL, entropy or value term. Its forward pass is
@@ -153,7 +153,7 @@ def ppo_step(
                     if gap <= EXACT_GAP or not bool(live.any()):
                         inputs = replace(inputs, sampler_gap=gap, is_provisional=False)
                     else:
-                        inputs = inputs.recompute(policy, config)
+                        inputs = inputs.recompute(policy, config, ranks)
                         phases.lap("old")
                         optimizer.zero_grad(set_to_none=True)
                         sums, _ = accumulate(inputs, local, weights)
@@ -175,7 +175,10 @@ def ppo_step(
                 break
 
         # Score the batch again with the new weights, for the per-token report.
-        after = None if entropy_before is None else token_detail(policy, config, loss, inputs, entropy_before)
+        after = None
+        if entropy_before is not None:
+            new = score(policy, batch, "logprob", config, ranks)
+            after = token_detail(new, config, loss, inputs, entropy_before)
 
     entropy = float(batch.entropies[batch.mask].mean())  # NaN if the engine did not record all of them
     if needs_entropy and not entropies_known:

@@ -41,7 +41,7 @@ class Updater:
         check_reference(reference, sampler.policy, sampler.config)
         self.sampler, self.teacher, self.reference = sampler, teacher, reference
         self.policy, self.config = sampler.policy, sampler.config
-        self.batch_builder = BatchBuilder(self.policy, self.config, sampler.agent.reward)
+        self.batch_builder = BatchBuilder(self.policy, self.config, sampler.agent.reward, sampler.workers)
 
     async def prepare(self, run: Run, found: Path | None) -> LoopState:
         """Load the checkpoint `found`, or write the first checkpoint of the run if `found` is None."""
