@@ -39,8 +39,7 @@ _MASKED_ATTENTION_COST = 4.0
 _MAX_LOGITS = 2**27
 # Config settings by which models scale their logits.
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-# Number of parameters above which the activations of a micro-batch, not its fixed costs, limit its size on a CPU.
-_LARGE = 2**25
+_LARGE = 2**25  # parameters above which activations, not fixed costs, limit the size of a micro-batch on a CPU
 
 
 @dataclass
@@ -56,6 +55,8 @@ class ForwardOutput:
 
 class LanguageModel:
     """Causal language model with an optional value head, evaluated on rows padded on the right."""
+
+    accelerator: Any = None  # of the processes over which the weights are sharded; see `Policy.shard`
 
     def __init__(self, model: Any, value_head: ValueHead | Critic | None) -> None:
         self.model = model
@@ -367,9 +368,9 @@ class LanguageModel:
         keys = getattr(batch, "row_keys", None)
         with single_torch_thread(self):
             for part in self.micro_batches(batch, rows, micro_tokens):
-                width = int(batch.lengths[part].max())
+                width = max(batch.lengths[part].tolist(), default=2)
                 mask = batch.mask[part, :width]
-                if not bool(mask.any()):
+                if not bool(mask.any()) and self.accelerator is None:
                     continue
                 inputs = batch.ids[part, :width].to(self.device), mask.to(self.device)
                 shared = None if keys is None else keys[part, :width]

@@ -24,9 +24,8 @@ from agentfly_kit.policy.attention import use_soft_caps
 from agentfly_kit.policy.cpu import warn_if_bfloat16_is_slow
 from agentfly_kit.policy.forward import LanguageModel, ScoreName
 from agentfly_kit.policy.gguf import check_gguf, gguf_file, load_gguf, models_folder
-from agentfly_kit.policy.value_head import Critic, ValueHead
+from agentfly_kit.policy.value_head import VALUE_HEAD_PREFIX, Critic, ValueHead
 
-_VALUE_HEAD_PREFIX = "value_head."
 # Saved in a subfolder, because engines load every .safetensors file next to the config.
 _VALUE_HEAD_FILE = Path("value_head") / "value_head.safetensors"
 
@@ -194,19 +193,20 @@ class Policy(Displayable, LanguageModel):
         Returns:
             The folder.
         """
+        return self._write(Path(path), {} if self.value_head is None else self.value_head.state_dict())
+
+    def _write(self, folder: Path, head: dict[str, Tensor], **options: Any) -> Path:
         from safetensors.torch import save_file
 
-        folder = Path(path)
         meta = {"format": self.chat.format.name, "version": self.version, "chat": self.chat.settings()}
         description = json.dumps(meta, indent=1) + "\n"  # may raise, so do it before any file is written
         folder.mkdir(parents=True, exist_ok=True)
         with self.lock, _without_progress_bar(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Could not find a config file")  # a base model that is a GGUF file
-            self.model.save_pretrained(folder)
-            if self.value_head is not None:
+            self.model.save_pretrained(folder, **options)
+            if head:
                 (folder / _VALUE_HEAD_FILE).parent.mkdir(exist_ok=True)
-                head = {k: v.detach().cpu().contiguous() for k, v in self.value_head.state_dict().items()}
-                save_file(head, folder / _VALUE_HEAD_FILE)
+                save_file({k: v.detach().cpu().contiguous() for k, v in head.items()}, folder / _VALUE_HEAD_FILE)
         self.chat.tokenizer.save_pretrained(folder)
         (folder / "policy.json").write_text(description, encoding="utf-8")
         readable = (folder / "policy.json").stat().st_mode
@@ -239,6 +239,18 @@ class Policy(Displayable, LanguageModel):
             policy.model = policy.model.merge_and_unload().requires_grad_(True)
         return policy
 
+    def shard(self, accelerator: Any) -> Policy:
+        """Distribute the weights over the processes of an accelerate.Accelerator, in place, and return the policy.
+
+        All processes must call it, with the same weights, before they create an optimizer; see docs/cluster.md.
+
+        Raises:
+            SettingsError: If the policy is sharded already, was loaded with `device_map`, or is not in float32.
+        """
+        from agentfly_kit.policy.sharding import shard
+
+        return shard(self, accelerator)
+
     # --- weights ---
 
     @property
@@ -259,11 +271,11 @@ class Policy(Displayable, LanguageModel):
         if not self.has_adapter:
             return state
         trained = {k for k, p in self.model.named_parameters() if p.requires_grad}
-        return {k: v for k, v in state.items() if k in trained or k.startswith(_VALUE_HEAD_PREFIX)}
+        return {k: v for k, v in state.items() if k in trained or k.startswith(VALUE_HEAD_PREFIX)}
 
     def _full_state(self) -> dict[str, Tensor]:
         head = {} if self.value_head is None else self.value_head.state_dict()
-        return dict(self.model.state_dict()) | {_VALUE_HEAD_PREFIX + k: v for k, v in head.items()}
+        return dict(self.model.state_dict()) | {VALUE_HEAD_PREFIX + k: v for k, v in head.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Load weights returned by `state`.
@@ -271,15 +283,15 @@ class Policy(Displayable, LanguageModel):
         Raises:
             PolicyError: If names or shapes do not match this model.
         """
-        own, given = ({name: tuple(v.shape) for name, v in each.items()} for each in (self.state(), state))
+        own, given = ({name: tuple(v.shape) for name, v in each.items()} for each in (Policy.state(self), state))
         if different := sorted(dict(own.items() ^ given.items())):  # check all weights before changing any
             name = different[0]
             raise PolicyError(
                 f"state must have the weights of this policy, but the shape of {name!r} is {own.get(name)} in the "
                 f"policy and {given.get(name)} in the state; load the policy with the same value_head= and lora="
             )
-        head = {k.removeprefix(_VALUE_HEAD_PREFIX): v for k, v in state.items() if k.startswith(_VALUE_HEAD_PREFIX)}
-        model = {k: v for k, v in state.items() if not k.startswith(_VALUE_HEAD_PREFIX)}
+        head = {k.removeprefix(VALUE_HEAD_PREFIX): v for k, v in state.items() if k.startswith(VALUE_HEAD_PREFIX)}
+        model = {k: v for k, v in state.items() if not k.startswith(VALUE_HEAD_PREFIX)}
         with self.lock:
             self.model.load_state_dict(model, strict=not self.has_adapter)
             if self.value_head is not None:

@@ -83,7 +83,7 @@ class StepInputs:
     def select(self, rows: Tensor, token_weight: Tensor, device: torch.device) -> MicroBatch:
         """Return the given rows as a micro-batch on `device`, without columns that are padding in all rows."""
         batch = self.batch
-        width = int(batch.lengths[rows].max())
+        width = max(batch.lengths[rows].tolist(), default=2)
         mask = batch.mask[rows, :width]
         row, column = mask.nonzero(as_tuple=True)
         positions = (rows[row], column)

@@ -68,7 +68,8 @@ def ppo_step(
         reference: Frozen reference policy for the KL; not used if the batch has `ref_logprobs`.
         seed: Seed for the order of trajectories in each epoch.
         accelerator: accelerate.Accelerator whose processes share the rows of each minibatch. Each process must have
-            the same policy and pass the same batch (see `gather`). Sharded models are not supported.
+            the same policy and pass the same batch (see `gather`). None uses that of a sharded policy; see
+            `Policy.shard`.
         detail: Whether to store per-token arrays of the step, (B, T), in `stats.detail`.
         cancel: Event that cancels the step at the next micro-batch or, with several processes, at the next update. The
             weights are then those of the last complete update.
@@ -89,7 +90,7 @@ def ppo_step(
     started = time.perf_counter()
     check_optimizer(policy, optimizer)
     check_batch(policy, batch, config, reference)
-    ranks = WorkerGroup(accelerator)
+    ranks = WorkerGroup(accelerator or policy.accelerator)
     ranks.check_same_batch(batch)
     loss = config.policy_loss()
     if config.autocast is not None:
@@ -127,6 +128,7 @@ def ppo_step(
         accumulate = functools.partial(
             _accumulate_gradients,
             policy,
+            ranks=ranks,
             config=config,
             loss=loss,
             phases=phases,
@@ -159,7 +161,8 @@ def ppo_step(
                         sums, _ = accumulate(inputs, local, weights)
                 # If one process is cancelled, cancel all of them, so that their weights stay equal.
                 if not ranks.is_single:
-                    ranks.sum_gradients(optimizer)
+                    if policy.accelerator is None:  # the backward pass has summed them
+                        ranks.sum_gradients(optimizer)
                     if ranks.sum_stats(sums, cancel is not None and cancel.is_set()):
                         raise _cancelled(optimizer)
                 norms += clip_and_step(policy, optimizer, config.max_grad_norm)
@@ -221,6 +224,7 @@ def _accumulate_gradients(
     rows: Tensor,
     weights: Tensor,
     *,
+    ranks: WorkerGroup,
     config: PPOConfig,
     loss: PolicyLoss,
     phases: PhaseTimer,
@@ -244,11 +248,17 @@ def _accumulate_gradients(
                 micro.ids, micro.mask, micro.temperatures, entropy=entropy, value=value, row_keys=micro.row_keys
             )
         if inputs.is_provisional:
-            found = float((out.logprob.detach() - micro.old_logprobs).abs().max())
+            gaps = (out.logprob.detach() - micro.old_logprobs).abs()
+            found = float(gaps.max()) if len(picked) else math.nan
+            if policy.accelerator is not None:  # all processes must continue or return
+                found = ranks.largest(found)
             if not found <= EXACT_GAP:
                 phases.lap("old")
                 return sums, math.inf
             gap = max(found, gap)  # `found` if `gap` is NaN
+        if not len(picked):  # only other processes have rows left
+            torch.cat([out.logprob, *([] if out.value is None else [out.value])]).sum().backward()
+            continue
         objective, stats = _objective(out, micro, loss, config)
         phases.lap("forward")
         objective.backward()
