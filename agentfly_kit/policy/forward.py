@@ -40,8 +40,7 @@ _MASKED_ATTENTION_COST = 4.0
 _MAX_LOGITS = 2**27
 # Config settings by which models scale their logits.
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-# Number of parameters above which the activations of a micro-batch, not its fixed costs, limit its size on a CPU.
-_LARGE = 2**25
+_LARGE = 2**25  # parameters above which activations, not fixed costs, limit the size of a micro-batch on a CPU
 
 
 @dataclass
@@ -57,6 +56,8 @@ class ForwardOutput:
 
 class LanguageModel:
     """Causal language model with an optional value head, evaluated on rows padded on the right."""
+
+    accelerator: Any = None  # of the processes over which the weights are sharded; see `Policy.shard`
 
     def __init__(self, model: Any, value_head: ValueHead | Critic | None) -> None:
         self.model = model
@@ -358,6 +359,7 @@ class LanguageModel:
         want: Iterable[ScoreName] = ("logprob", "entropy"),
         *,
         layers: Sequence[int] | None = None,
+        rows: Tensor | None = None,
         micro_tokens: int | None = None,
     ) -> dict[str, Tensor]:
         """Compute scores where the mask of a batch is 1, without gradients.
@@ -366,6 +368,7 @@ class LanguageModel:
             batch: The batch.
             want: Scores to compute: any of "logprob", "entropy", "value", "hidden" and "sum_squared_probs".
             layers: Indices of the layers to return as "hidden"; by default the last layer. See `hidden`.
+            rows: Indices of the rows to score; all rows if None. The scores of other rows are as where the mask is 0.
             micro_tokens: Maximum number of tokens per forward pass; `self.micro_tokens` if None.
 
         Returns:
@@ -386,24 +389,24 @@ class LanguageModel:
             out["hidden"] = torch.zeros(*batch.ids.shape, *([] if chosen is None else [len(chosen)]), self.width)
         keys, images = getattr(batch, "row_keys", None), getattr(batch, "images", None)
         with single_torch_thread(self):
-            for rows in self.micro_batches(batch, None, micro_tokens):
-                width = int(batch.lengths[rows].max())
-                mask = batch.mask[rows, :width]
-                if not bool(mask.any()):
+            for part in self.micro_batches(batch, rows, micro_tokens):
+                width = max(batch.lengths[part].tolist(), default=2)
+                mask = batch.mask[part, :width]
+                if not bool(mask.any()) and self.accelerator is None:
                     continue
-                inputs = batch.ids[rows, :width].to(self.device), mask.to(self.device)
-                shared = None if keys is None else keys[rows, :width]
-                spans = None if images is None else [images[row] for row in rows.tolist()]
+                inputs = batch.ids[part, :width].to(self.device), mask.to(self.device)
+                shared = None if keys is None else keys[part, :width]
+                spans = None if images is None else [images[row] for row in part.tolist()]
                 if wanted == {"value"} and isinstance(self.value_head, Critic):  # no forward pass of the policy
                     shown = self._row_images(inputs[0], spans)
                     got = {"value": self._values(inputs[0], *self._locate_states(*inputs, shared), None, shown)}
                 else:
                     options: Any = {name: name in wanted for name in ("entropy", "value", "sum_squared_probs")}
                     options |= {"row_keys": shared, "images": spans}
-                    got = vars(self.forward(*inputs, batch.temperatures[rows], layers=layers, **options))
+                    got = vars(self.forward(*inputs, batch.temperatures[part], layers=layers, **options))
                 r, c = mask.nonzero(as_tuple=True)
                 for name in wanted:
-                    out[name][rows[r], c] = got[name].float().cpu()
+                    out[name][part[r], c] = got[name].float().cpu()
         return Tensors(out)
 
     @torch.no_grad()
@@ -411,14 +414,11 @@ class LanguageModel:
         """Return the value after the last token of each row, (B,): the expected remaining return of a truncated row."""
         # The value at a position is computed from the tokens before it, so append an arbitrary token and score it.
         mask = torch.arange(batch.ids.shape[1] + 1) == batch.lengths[:, None]
-        keys = getattr(batch, "row_keys", None)
+        keys, images = getattr(batch, "row_keys", None), getattr(batch, "images", None)
+        keys = None if keys is None else nn.functional.pad(keys, (0, 1))
+        ids, ones = nn.functional.pad(batch.ids, (0, 1)), torch.ones(len(mask))
         longer = SimpleNamespace(
-            ids=nn.functional.pad(batch.ids, (0, 1)),
-            row_keys=None if keys is None else nn.functional.pad(keys, (0, 1)),
-            images=getattr(batch, "images", None),
-            mask=mask,
-            lengths=batch.lengths + 1,
-            temperatures=torch.ones(len(mask)),
+            ids=ids, row_keys=keys, images=images, mask=mask, lengths=batch.lengths + 1, temperatures=ones
         )
         return self.score(longer, {"value"}, micro_tokens=micro_tokens)["value"][mask]
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import hashlib
 import json
-import math
-import os
 import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,14 +17,13 @@ from torch import Tensor, nn
 
 from agentfly_kit._display import Displayable, show_progress
 from agentfly_kit.chat.chat import Chat, History
-from agentfly_kit.errors import PolicyError, SettingsError, list_neighbours
+from agentfly_kit.errors import PolicyError, SettingsError
 from agentfly_kit.policy.attention import use_soft_caps
 from agentfly_kit.policy.cpu import warn_if_bfloat16_is_slow
 from agentfly_kit.policy.forward import LanguageModel, ScoreName
-from agentfly_kit.policy.hub import check_hub
-from agentfly_kit.policy.value_head import Critic, ValueHead
+from agentfly_kit.policy.loading import check_hub, load_model, policy_folder, read_json, without_output
+from agentfly_kit.policy.value_head import VALUE_HEAD_PREFIX, Critic, ValueHead
 
-_VALUE_HEAD_PREFIX = "value_head."
 # Saved in a subfolder, because engines load every .safetensors file next to the config.
 _VALUE_HEAD_FILE = Path("value_head") / "value_head.safetensors"
 
@@ -144,7 +140,7 @@ class Policy(Displayable, LanguageModel):
             raise SettingsError(f"device must be None if device_map is given, got {device!r}")
         model_kwargs = {"trust_remote_code": False} | model_kwargs  # by default, transformers prompts on the terminal
         device = torch.empty(0, device=device or ("cuda" if torch.cuda.is_available() else "cpu")).device
-        folder = _policy_folder(path)
+        folder = policy_folder(path)
         path = str(folder.resolve()) if folder.exists() else str(path)  # adapters record the path of their base model
         meta = read_json(folder / "policy.json")
         read_json(folder / "generation_config.json")  # if damaged, transformers would ignore it and its end tokens
@@ -161,8 +157,8 @@ class Policy(Displayable, LanguageModel):
         try:
             if not folder.exists():
                 check_hub(path, model_kwargs)
-            with show_progress(lambda: f"loading the policy {Path(path).name!r}"), _without_progress_bar():
-                model, tokenizer, processor = _load_model(weights, path, device, {"dtype": dtype, **model_kwargs})
+            with show_progress(lambda: f"loading the policy {Path(path).name!r}"), without_output():
+                model, tokenizer, processor = load_model(weights, path, device, {"dtype": dtype, **model_kwargs})
                 if "device_map" in model_kwargs:
                     device = model.device
                 else:
@@ -206,19 +202,20 @@ class Policy(Displayable, LanguageModel):
         Returns:
             The folder.
         """
+        return self._write(Path(path), {} if self.value_head is None else self.value_head.state_dict())
+
+    def _write(self, folder: Path, head: dict[str, Tensor], **options: Any) -> Path:
         from safetensors.torch import save_file
 
-        folder = Path(path)
         meta = {"format": self.chat.format.name, "version": self.version, "chat": self.chat.settings()}
         description = json.dumps(meta, indent=1) + "\n"  # may raise, so do it before any file is written
         folder.mkdir(parents=True, exist_ok=True)
-        with self.lock, _without_progress_bar(), warnings.catch_warnings():
+        with self.lock, without_output(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Could not find a config file")  # a base model that is a GGUF file
-            self.model.save_pretrained(folder)
-            if self.value_head is not None:
+            self.model.save_pretrained(folder, **options)
+            if head:
                 (folder / _VALUE_HEAD_FILE).parent.mkdir(exist_ok=True)
-                head = {k: v.detach().cpu().contiguous() for k, v in self.value_head.state_dict().items()}
-                save_file(head, folder / _VALUE_HEAD_FILE)
+                save_file({k: v.detach().cpu().contiguous() for k, v in head.items()}, folder / _VALUE_HEAD_FILE)
         self.chat.tokenizer.save_pretrained(folder)
         if self.chat.reader is not None:
             self.chat.reader.save(folder)
@@ -262,6 +259,18 @@ class Policy(Displayable, LanguageModel):
 
         return find_obstacle(self)
 
+    def shard(self, accelerator: Any) -> Policy:
+        """Distribute the weights over the processes of an accelerate.Accelerator, in place, and return the policy.
+
+        All processes must call it, with the same weights, before they create an optimizer; see docs/cluster.md.
+
+        Raises:
+            SettingsError: If the policy is sharded already, was loaded with `device_map`, or is not in float32.
+        """
+        from agentfly_kit.policy.sharding import shard
+
+        return shard(self, accelerator)
+
     # --- weights ---
 
     @property
@@ -282,11 +291,11 @@ class Policy(Displayable, LanguageModel):
         if not self.has_adapter:
             return state
         trained = {k for k, p in self.model.named_parameters() if p.requires_grad}
-        return {k: v for k, v in state.items() if k in trained or k.startswith(_VALUE_HEAD_PREFIX)}
+        return {k: v for k, v in state.items() if k in trained or k.startswith(VALUE_HEAD_PREFIX)}
 
     def _full_state(self) -> dict[str, Tensor]:
         head = {} if self.value_head is None else self.value_head.state_dict()
-        return dict(self.model.state_dict()) | {_VALUE_HEAD_PREFIX + k: v for k, v in head.items()}
+        return dict(self.model.state_dict()) | {VALUE_HEAD_PREFIX + k: v for k, v in head.items()}
 
     def load_state(self, state: dict[str, Tensor]) -> None:
         """Load weights returned by `state`.
@@ -294,15 +303,15 @@ class Policy(Displayable, LanguageModel):
         Raises:
             PolicyError: If names or shapes do not match this model.
         """
-        own, given = ({name: tuple(v.shape) for name, v in each.items()} for each in (self.state(), state))
+        own, given = ({name: tuple(v.shape) for name, v in each.items()} for each in (Policy.state(self), state))
         if different := sorted(dict(own.items() ^ given.items())):  # check all weights before changing any
             name = different[0]
             raise PolicyError(
                 f"state must have the weights of this policy, but the shape of {name!r} is {own.get(name)} in the "
                 f"policy and {given.get(name)} in the state; load the policy with the same value_head= and lora="
             )
-        head = {k.removeprefix(_VALUE_HEAD_PREFIX): v for k, v in state.items() if k.startswith(_VALUE_HEAD_PREFIX)}
-        model = {k: v for k, v in state.items() if not k.startswith(_VALUE_HEAD_PREFIX)}
+        head = {k.removeprefix(VALUE_HEAD_PREFIX): v for k, v in state.items() if k.startswith(VALUE_HEAD_PREFIX)}
+        model = {k: v for k, v in state.items() if not k.startswith(VALUE_HEAD_PREFIX)}
         with self.lock:
             self.model.load_state_dict(model, strict=not self.has_adapter)
             if self.value_head is not None:
@@ -346,136 +355,6 @@ class _FrozenBase(Policy):
         return f"Policy(base model of an adapter, {self.size:,} parameters, frozen, {self.device})"
 
 
-def _load_model(weights: str, tokenizer: str, device: torch.device, options: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Load model, tokenizer and processor (or None) from paths or hub names, if a local model fits in the memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    file, dtype, is_vision = _gguf_file(Path(weights)), options["dtype"], False
-    hub = {name: value for name, value in options.items() if name in _HUB_KEYWORDS}
-    if file:
-        from agentfly_kit.policy.gguf import check_gguf, load_gguf
-
-        count, stored = check_gguf(file), file.stat().st_size
-    else:
-        count, stored = _count_weights(Path(weights))
-    if not {"device_map", "quantization_config"} & {*options}:
-        kind = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-        _check_memory(weights, count * kind.itemsize if isinstance(kind, torch.dtype) else stored, device)
-    if file:
-        model, own = load_gguf(file, **options)
-        if tokenizer == weights:
-            return model, own, None
-    else:
-        config = AutoConfig.from_pretrained(weights, **hub)
-        loader: Any = AutoModelForCausalLM
-        if is_vision := hasattr(config, "vision_config") and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-            from transformers import AutoModelForImageTextToText as loader
-        model, report = loader.from_pretrained(weights, output_loading_info=True, **options)
-        if missing := sorted(report["missing_keys"]):  # transformers would initialize them at random
-            raise ValueError(f"the files lack {len(missing)} weights of the model, such as {missing[0]!r}")
-    own = AutoTokenizer.from_pretrained(tokenizer, **hub)
-    if not is_vision:
-        return model, own, None
-    from agentfly_kit.chat.images import load_processor
-
-    return model, own, load_processor(tokenizer, own, config, **hub)
-
-
-def _count_weights(folder: Path) -> tuple[int, int]:
-    """Return the number of weights in the safetensors files of a local folder, and the size of the files in bytes."""
-    count = stored = 0
-    for file in folder.glob("model*.safetensors"):  # some folders contain the weights in another layout as well
-        size = file.stat().st_size
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(min(int.from_bytes(stream.read(8), "little"), size)))
-        count += sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
-        stored += size
-    return count, stored
-
-
-def _check_memory(weights: str, needed: int, device: torch.device) -> None:
-    """Raise PolicyError if a device does not have `needed` bytes in all, whatever else it holds."""
-    if device.type == "cuda":
-        available = torch.cuda.mem_get_info(device)[1]
-    elif hasattr(os, "sysconf"):
-        available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    else:  # Windows
-        return
-    if needed > available:
-        raise PolicyError(
-            f"{device} must have {needed / 1e9:.1f} GB of memory for the weights of {weights!r}, got "
-            f"{available / 1e9:.1f} GB; use a smaller dtype, device_map= or a smaller model"
-        )
-
-
-def _gguf_file(path: Path) -> Path | None:
-    """Return the GGUF file at `path` or None; see `gguf.gguf_file`."""
-    if path.suffix != ".gguf" and not any(path.glob("*.gguf")):
-        return None
-    from agentfly_kit.policy.gguf import gguf_file
-
-    return gguf_file(path)
-
-
-def _policy_folder(path: str | Path) -> Path:
-    """Return the folder or GGUF file of the policy. If `path` is a training run, this is its last checkpoint."""
-    folder = Path(path).expanduser()
-    if file := _gguf_file(folder):
-        return file
-    if str(path) == "smollm2" and not folder.exists():
-        from agentfly_kit.policy.gguf import models_folder
-
-        folder = models_folder() / "smollm2"
-        if not folder.exists():
-            raise PolicyError("the model smollm2 is not installed; in a checkout, run: scripts/install smollm2")
-    if not folder.is_dir():
-        # A hub name has at most one slash. If its first part is a local folder, it was meant as a path.
-        parts = folder.parts
-        if (
-            isinstance(path, Path)
-            or path[:1] in "./~"
-            or len(parts) > 2
-            or (len(parts) == 2 and folder.parent.is_dir())
-        ):
-            raise PolicyError(
-                f"path must be a folder written by Policy.save or a hub name, got {str(path)!r}, which does not exist; "
-                f"{list_neighbours(folder)}"
-            )
-        return folder
-    if (folder / "run.json").exists():
-        found = [folder / name for name in ("checkpoint", "checkpoint.before") if (folder / name / "done").exists()]
-        if not found:
-            raise PolicyError(f"path must be a policy or a run with a checkpoint, got the run {folder} without one")
-        folder = found[0]
-    if not any((folder / name).exists() for name in ("config.json", "adapter_config.json")):
-        raise PolicyError(
-            f"{str(folder)!r} must contain a config.json (a model) or an adapter_config.json (an adapter)"
-        )
-    return folder
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Return the content of a JSON file, or {} if the file does not exist.
-
-    Raises:
-        PolicyError: If the file does not contain a JSON object.
-    """
-    try:
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
-        if not isinstance(found, dict):
-            raise ValueError(f"expected an object, got a {type(found).__name__}")
-    except (ValueError, RecursionError) as error:
-        raise PolicyError(f"{file} is damaged: {error}") from error
-    return found
-
-
-# Arguments of from_pretrained that are also passed to the tokenizer.
-_HUB_KEYWORDS = (
-    "cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token", "trust_remote_code",
-)  # fmt: skip
-
-
 def _check_value_head(value_head: Any) -> None:
     if not isinstance(value_head, ValueHead | Critic | bool | None) and value_head != "separate":
         raise SettingsError(f"value_head must be True, False or 'separate', got {value_head!r}")
@@ -485,17 +364,3 @@ def _make_critic(model: Any) -> Critic:
     use_soft_caps(model)
     trunk = copy.deepcopy(model.get_decoder()).requires_grad_(True).eval()
     return Critic(trunk, int(model.get_output_embeddings().weight.shape[1]))
-
-
-@contextlib.contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """Disable the progress bar of transformers, which notebooks would save in their outputs."""
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

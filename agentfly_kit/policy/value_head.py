@@ -6,6 +6,9 @@ from typing import Any
 
 from torch import nn
 
+# Prefix of the names of a value head's weights in the state of a policy.
+VALUE_HEAD_PREFIX = "value_head."
+
 
 class ValueHead(nn.Linear):
     """Linear layer that maps hidden states to values (expected returns), initialized to zero."""

@@ -68,7 +68,10 @@ class RowImages:
 
 
 def row_images(
-    policy: Any, ids: Tensor, images: Sequence[Sequence[ImageSpan]], known: dict[str, Features] | None = None
+    policy: Any,
+    ids: Tensor,
+    images: Sequence[Sequence[ImageSpan]],
+    known: dict[str, Features] | None = None,
 ) -> RowImages:
     """Compute the features of the distinct images in rows, one image at a time, and locate their placeholders.
 
@@ -87,7 +90,10 @@ def row_images(
 
 
 def _row_images(
-    policy: Any, ids: Tensor, images: Sequence[Sequence[ImageSpan]], known: dict[str, Features] | None = None
+    policy: Any,
+    ids: Tensor,
+    images: Sequence[Sequence[ImageSpan]],
+    known: dict[str, Features] | None = None,
 ) -> RowImages:
     known = {} if known is None else known
     starts: dict[str, int] = {}

@@ -1,13 +1,14 @@
 """Communication between the processes of a distributed training run.
 
-A PPO step is data-parallel: rows are distributed by token count, and gradients and statistics are summed.
+A PPO step is data-parallel: the rows to score and to train on are distributed by token count, and scores, gradients and
+statistics are summed.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +16,11 @@ from torch import Tensor
 from agentfly_kit._async.pending_call import run_in_thread
 from agentfly_kit.batch.batch import Batch, join
 from agentfly_kit.errors import BatchError, TrainingError
-from agentfly_kit.ppo.stats import RunningStats
+
+if TYPE_CHECKING:
+    from agentfly_kit.policy.forward import ScoreName
+    from agentfly_kit.policy.policy import Policy
+    from agentfly_kit.ppo.stats import RunningStats
 
 T = TypeVar("T")
 
@@ -103,6 +108,17 @@ class WorkerGroup:
             if to == self.rank:
                 mine.append(i)
         return rows[mine]
+
+    def score(self, policy: Policy, batch: Batch, what: ScoreName, micro_tokens: int | None) -> Tensor:
+        """Compute a score of each token, (B, T). Each process computes some of the rows, and returns those of all."""
+        rows = self.local_rows(batch, torch.arange(len(batch)))
+        values = policy.score(batch, {what}, rows=rows, micro_tokens=micro_tokens)[what]
+        if self.is_single:
+            return values
+        mine = torch.zeros_like(values)
+        mine[rows] = values[rows]
+        every = self.accelerator.reduce(mine[batch.mask].to(self.accelerator.device), reduction="sum")
+        return values.masked_scatter(batch.mask, every.cpu())
 
     def largest(self, value: float) -> float:
         """Return the largest value over all processes, ignoring NaN, or NaN if all values are NaN."""

@@ -12,6 +12,7 @@ from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import BatchError, SettingsError, check_instance
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PPOConfig
+from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.ppo.scoring import importance_weights, score
 from agentfly_kit.types import ImageSpan
 
@@ -56,20 +57,22 @@ class StepInputs:
     is_provisional: bool = False
 
     @classmethod
-    def prepare(cls, policy: Policy, batch: Batch, config: PPOConfig, reference: Policy | None) -> StepInputs:
+    def prepare(
+        cls, policy: Policy, batch: Batch, config: PPOConfig, reference: Policy | None, ranks: WorkerGroup
+    ) -> StepInputs:
         """Compute old logprobs, importance weights and, if a reference policy is given, its logprobs."""
         ref_logprobs = batch.ref_logprobs
         if ref_logprobs is None and reference is not None:
-            ref_logprobs = score(reference, batch, "logprob", config)
+            ref_logprobs = score(reference, batch, "logprob", config, ranks)
         inputs = cls(batch, batch.logprobs, ref_logprobs, None, math.nan, math.nan)
         is_current = bool((batch.versions[batch.mask] == policy.version).all())
         if config.old_logprobs == "recompute" or (config.old_logprobs == "auto" and not is_current):
-            return inputs.recompute(policy, config)
+            return inputs.recompute(policy, config, ranks)
         return replace(inputs._with_weights(config), is_provisional=config.old_logprobs == "auto")
 
-    def recompute(self, policy: Policy, config: PPOConfig) -> StepInputs:
+    def recompute(self, policy: Policy, config: PPOConfig, ranks: WorkerGroup) -> StepInputs:
         """Return a copy with old logprobs computed by the policy, which must not have been updated yet."""
-        scored = score(policy, self.batch, "logprob", config)
+        scored = score(policy, self.batch, "logprob", config, ranks)
         mask = self.batch.mask
         gap = float((scored[mask] - self.batch.logprobs[mask]).abs().max())
         found = replace(self, old_logprobs=scored, sampler_gap=gap, is_provisional=False)
@@ -82,7 +85,7 @@ class StepInputs:
     def select(self, rows: Tensor, token_weight: Tensor, device: torch.device) -> MicroBatch:
         """Return the given rows as a micro-batch on `device`, without columns that are padding in all rows."""
         batch = self.batch
-        width = int(batch.lengths[rows].max())
+        width = max(batch.lengths[rows].tolist(), default=2)
         mask = batch.mask[rows, :width]
         row, column = mask.nonzero(as_tuple=True)
         positions = (rows[row], column)

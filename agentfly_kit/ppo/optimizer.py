@@ -113,6 +113,8 @@ def clip_and_step(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_nor
         if p.grad is None:  # Adam's moments change a parameter even if it has no gradient in this minibatch
             p.grad = torch.zeros_like(p)
     norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
+    if policy.accelerator is not None:
+        norm = norm.full_tensor()  # type: ignore[attr-defined]
     if not bool(torch.isfinite(norm)):
         optimizer.zero_grad(set_to_none=True)
         raise TrainingError(

@@ -13,8 +13,10 @@ from torch import Tensor
 from agentfly_kit import losses
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import BatchError
+from agentfly_kit.policy.forward import ScoreName
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PPOConfig
+from agentfly_kit.ppo.distributed import WorkerGroup
 
 
 def precision(policy: Policy, config: PPOConfig) -> AbstractContextManager[Any]:
@@ -24,10 +26,10 @@ def precision(policy: Policy, config: PPOConfig) -> AbstractContextManager[Any]:
     return torch.autocast(policy.device.type, dtype=torch.bfloat16)
 
 
-def score(policy: Policy, batch: Any, what: Any, config: PPOConfig) -> Tensor:
-    """Compute `what` ("logprob" or "entropy") for each token of a batch without gradients, under `config.autocast`."""
+def score(policy: Policy, batch: Batch, what: ScoreName, config: PPOConfig, ranks: WorkerGroup) -> Tensor:
+    """Compute a score of each token of a batch without gradients, under `config.autocast`, in all processes."""
     with precision(policy, config):
-        return policy.score(batch, {what}, micro_tokens=config.micro_tokens)[what]
+        return ranks.score(policy, batch, what, config.micro_tokens)
 
 
 def token_weights(batch: Batch, rows: Tensor, config: PPOConfig) -> Tensor:

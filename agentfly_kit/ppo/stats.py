@@ -14,10 +14,8 @@ from torch import Tensor
 from agentfly_kit import losses
 from agentfly_kit._display import Displayable
 from agentfly_kit.batch.batch import Batch
-from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
 from agentfly_kit.ppo.inputs import StepInputs, is_clipped
-from agentfly_kit.ppo.scoring import score
 
 
 @dataclass(frozen=True, repr=False)
@@ -157,14 +155,18 @@ def explained_variance(batch: Batch) -> float:
 
 
 def token_detail(
-    policy: Policy, config: PPOConfig, loss: PolicyLoss, inputs: StepInputs, entropy: Tensor
+    after: Tensor,
+    config: PPOConfig,
+    loss: PolicyLoss,
+    inputs: StepInputs,
+    entropy: Tensor,
 ) -> dict[str, Any]:
     """Return per-token values before and after the step, as float32 arrays (B, T) with NaN where the mask is 0.
 
-    `entropy`, (B, T), is from before the step. "weight", "kl_reference", "value" and "return" are included if known.
+    `after` contains the logprobs after the step, (B, T), and `entropy`, (B, T), is from before the step. "weight",
+    "kl_reference", "value" and "return" are included if known.
     """
     batch, old = inputs.batch, inputs.old_logprobs
-    after = score(policy, batch, "logprob", config)
 
     # A token counts as clipped if the policy loss, with token weights of 1, has zero gradient at its new logprob.
     micro = inputs.select(torch.arange(len(batch)), batch.mask.float(), torch.device("cpu"))

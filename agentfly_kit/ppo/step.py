@@ -68,7 +68,8 @@ def ppo_step(
         reference: Frozen reference policy for the KL; not used if the batch has `ref_logprobs`.
         seed: Seed for the order of trajectories in each epoch.
         accelerator: accelerate.Accelerator whose processes share the rows of each minibatch. Each process must have
-            the same policy and pass the same batch (see `gather`). Sharded models are not supported.
+            the same policy and pass the same batch (see `gather`). None uses that of a sharded policy; see
+            `Policy.shard`.
         detail: Whether to store per-token arrays of the step, (B, T), in `stats.detail`.
         cancel: Event that cancels the step at the next micro-batch or, with several processes, at the next update. The
             weights are then those of the last complete update.
@@ -89,7 +90,7 @@ def ppo_step(
     started = time.perf_counter()
     check_optimizer(policy, optimizer)
     check_batch(policy, batch, config, reference)
-    ranks = WorkerGroup(accelerator)
+    ranks = WorkerGroup(accelerator or policy.accelerator)
     ranks.check_same_batch(batch)
     loss = config.policy_loss()
     if config.autocast is not None:
@@ -104,8 +105,8 @@ def ppo_step(
     with single_torch_thread(policy):
         # Compute the reference logprobs, the importance weights and, unless those of the sampler are used, the old
         # logprobs.
-        inputs = StepInputs.prepare(policy, batch, config, reference if config.kl_coef > 0 or detail else None)
-        entropy_before = score(policy, batch, "entropy", config) if detail else None
+        inputs = StepInputs.prepare(policy, batch, config, reference if config.kl_coef > 0 or detail else None, ranks)
+        entropy_before = score(policy, batch, "entropy", config, ranks) if detail else None
         phases.lap("old")
 
         # A row with zero advantages has zero gradient unless there is a KL, entropy or value term. Its forward pass is
@@ -127,6 +128,7 @@ def ppo_step(
         accumulate = functools.partial(
             _accumulate_gradients,
             policy,
+            ranks=ranks,
             config=config,
             loss=loss,
             phases=phases,
@@ -153,13 +155,14 @@ def ppo_step(
                     if gap <= EXACT_GAP or not bool(live.any()):
                         inputs = replace(inputs, sampler_gap=gap, is_provisional=False)
                     else:
-                        inputs = inputs.recompute(policy, config)
+                        inputs = inputs.recompute(policy, config, ranks)
                         phases.lap("old")
                         optimizer.zero_grad(set_to_none=True)
                         sums, _ = accumulate(inputs, local, weights)
                 # If one process is cancelled, cancel all of them, so that their weights stay equal.
                 if not ranks.is_single:
-                    ranks.sum_gradients(optimizer)
+                    if policy.accelerator is None:  # the backward pass has summed them
+                        ranks.sum_gradients(optimizer)
                     if ranks.sum_stats(sums, cancel is not None and cancel.is_set()):
                         raise _cancelled(optimizer)
                 norms += clip_and_step(policy, optimizer, config.max_grad_norm)
@@ -175,7 +178,10 @@ def ppo_step(
                 break
 
         # Score the batch again with the new weights, for the per-token report.
-        after = None if entropy_before is None else token_detail(policy, config, loss, inputs, entropy_before)
+        after = None
+        if entropy_before is not None:
+            new = score(policy, batch, "logprob", config, ranks)
+            after = token_detail(new, config, loss, inputs, entropy_before)
 
     entropy = float(batch.entropies[batch.mask].mean())  # NaN if the engine did not record all of them
     if needs_entropy and not entropies_known:
@@ -218,6 +224,7 @@ def _accumulate_gradients(
     rows: Tensor,
     weights: Tensor,
     *,
+    ranks: WorkerGroup,
     config: PPOConfig,
     loss: PolicyLoss,
     phases: PhaseTimer,
@@ -240,11 +247,17 @@ def _accumulate_gradients(
             options: Any = {"entropy": entropy, "value": value, "row_keys": micro.row_keys, "images": micro.images}
             out = policy.forward(micro.ids, micro.mask, micro.temperatures, **options)
         if inputs.is_provisional:
-            found = float((out.logprob.detach() - micro.old_logprobs).abs().max())
+            gaps = (out.logprob.detach() - micro.old_logprobs).abs()
+            found = float(gaps.max()) if len(picked) else math.nan
+            if policy.accelerator is not None:  # all processes must continue or return
+                found = ranks.largest(found)
             if not found <= EXACT_GAP:
                 phases.lap("old")
                 return sums, math.inf
             gap = max(found, gap)  # `found` if `gap` is NaN
+        if not len(picked):  # only other processes have rows left
+            torch.cat([out.logprob, *([] if out.value is None else [out.value])]).sum().backward()
+            continue
         objective, stats = _objective(out, micro, loss, config)
         phases.lap("forward")
         objective.backward()

@@ -33,7 +33,10 @@ class Reachable(Protocol):
 
 
 async def run_agent(
-    sandbox: ShellSandbox, command: Sequence[str], endpoint: Reachable, timeout: float
+    sandbox: ShellSandbox,
+    command: Sequence[str],
+    endpoint: Reachable,
+    timeout: float,
 ) -> ShellResult:
     """Run an agent in a sandbox, as described in `ShellSandbox.run_agent`."""
     if isinstance(command, str) or not command:

@@ -22,6 +22,7 @@ from agentfly_kit.batch.turn_data import turn_data
 from agentfly_kit.engines.base import Engine, check_scorer
 from agentfly_kit.errors import BatchError, SettingsError, check_instance
 from agentfly_kit.policy.policy import Policy
+from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.ppo.scoring import shaped_rewards
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.trainer.config import TOKEN_ESTIMATORS, TURN_ESTIMATORS, TrainConfig
@@ -31,8 +32,10 @@ from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
 class BatchBuilder:
     """Builds training batches according to the settings of a run."""
 
-    def __init__(self, policy: Policy, config: TrainConfig, rewards: RewardSet) -> None:
-        self.policy, self.config = policy, config
+    def __init__(
+        self, policy: Policy, config: TrainConfig, rewards: RewardSet, workers: WorkerGroup | None = None
+    ) -> None:
+        self.policy, self.config, self.workers = policy, config, workers or WorkerGroup(None)
         self.weights = {r.name: r.weight for r in rewards if r.weight != 0}
         self.reference: Policy | None = None
 
@@ -73,14 +76,14 @@ class BatchBuilder:
             if name == "reinforce_plus_plus":
                 options = {"gamma": config.gamma, "whiten": config.whiten}
             elif name == "optimal_token_baseline":
-                squares = self.policy.score(batch, {"sum_squared_probs"}, micro_tokens=config.micro_tokens)
-                options = {"groups": batch.groups, "logprobs": batch.logprobs, **squares}
+                squares = self.workers.score(self.policy, batch, "sum_squared_probs", config.micro_tokens)
+                options = {"groups": batch.groups, "logprobs": batch.logprobs, "sum_squared_probs": squares}
             estimator = getattr(estimators, str(name))
             adv = estimator(rewards, batch.mask, trajectory_index=index, **options)
             return batch.replace(advantages=adv)
 
         # GAE needs the values before the update and, to bootstrap truncated chains, the value of the last state.
-        values = self.policy.score(batch, {"value"}, micro_tokens=config.micro_tokens)["value"]
+        values = self.workers.score(self.policy, batch, "value", config.micro_tokens)
         bootstrap = None
         if config.truncated == "bootstrap" and bool(batch.truncated.any()):
             ends = self.policy.bootstrap_values(batch, micro_tokens=config.micro_tokens)
@@ -159,8 +162,8 @@ class BatchBuilder:
         """Add the logprobs of the reference policy if the KL penalty is part of the reward."""
         if self.reference is None or self.config.kl_in != "reward":
             return batch
-        scored = self.reference.score(batch, {"logprob"}, micro_tokens=self.config.micro_tokens)
-        return batch.replace(ref_logprobs=scored["logprob"])
+        scored = self.workers.score(self.reference, batch, "logprob", self.config.micro_tokens)
+        return batch.replace(ref_logprobs=scored)
 
     def _shaped_outcome_batch(self, rollout: Rollout, estimator: Callable[..., Tensor], kl_coef: float) -> Batch:
         """Build a batch whose advantages are estimated from the rewards of chains minus their KL penalties."""

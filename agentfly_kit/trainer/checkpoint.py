@@ -59,7 +59,8 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
     """Load the weights and optimizer state of a checkpoint, and return the state of the training loop."""
     file = checkpoint / "state.pt"
     try:
-        state = torch.load(file, map_location=policy.device, weights_only=True)
+        whole = policy.accelerator is None
+        state = torch.load(file, map_location=policy.device if whole else "cpu", weights_only=True)
         if state["version"] > _VERSION:
             raise RunError(
                 f"{file} was written by a newer version ({state['version']} > {_VERSION}); upgrade agentfly_kit"
@@ -71,6 +72,10 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
         weights = {**_saved_weights(policy, checkpoint), **state["policy"]}
         policy.load_state({name: weights[name] for name in state["names"] if name in weights})
         policy.version = state["policy_version"]
+        if not whole:
+            from agentfly_kit.policy.sharding import scatter
+
+            state["optimizer"] = scatter(state["optimizer"], optimizer)
         optimizer.load_state_dict(state["optimizer"])
         return resumed
     except Exception as error:
@@ -93,7 +98,8 @@ def _saved_weights(policy: Policy, folder: Path) -> dict[str, torch.Tensor]:
     for file in folder.glob("value_head/*.safetensors"):
         found |= {f"value_head.{name}": tensor for name, tensor in load_file(file).items()}
     by_storage: dict[Any, list[str]] = defaultdict(list)
-    for name, tensor in policy.state().items():
+    for name, tensor in Policy.state(policy).items():
+        tensor = getattr(tensor, "_local_tensor", tensor)  # if it is sharded
         by_storage[tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()].append(name)
     for names in by_storage.values():
         for name in names:

@@ -58,6 +58,10 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
             "the agent's engine must sample from the policy that is trained; use "
             "agent.replace(engine=af.LocalEngine(policy))",
         ),
+        (
+            policy.accelerator is None or not hasattr(agent.engine, "policy"),
+            f"the agent's engine must not sample from a sharded policy in this process, got {agent.engine!r}",
+        ),
         # Budgets, folders, refills and servers cannot be shared by several processes.
         (
             not several or sampler.rollout_workers is None,

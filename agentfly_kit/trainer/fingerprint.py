@@ -77,7 +77,10 @@ _ADDED = ("sum_turn_rewards", "lr_warmup")
 
 
 def fingerprint(
-    sampler: RolloutSampler, start: str, teacher: Policy | Engine | None = None, reference: Policy | None = None
+    sampler: RolloutSampler,
+    start: str,
+    teacher: Policy | Engine | None = None,
+    reference: Policy | None = None,
 ) -> dict[str, Any]:
     """Return the fingerprint of a run as a dict of JSON values. `start` is the fingerprint of the initial weights."""
     agent, config, chat = sampler.agent, sampler.config, sampler.agent.chat

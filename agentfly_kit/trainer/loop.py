@@ -86,7 +86,7 @@ def train(
         progress: Whether to show a progress bar that remains. For curves, display `widgets.TrainView(run)` first.
         accelerator: An accelerate.Accelerator with several processes, each of which must make the same call. The tasks
             of an iteration and the rows of an update are distributed over the processes. All processes must have access
-            to the folder. Results equal those of a single process up to rounding errors.
+            to the folder. Results equal those of one process up to rounding. None uses that of a sharded policy.
         teacher: Model to distill from, with the vocabulary of `policy`: a `Policy`, a `VLLMEngine`, or an
             `OpenAIEngine` connected to a vLLM server. It is not trained. See `config.teacher_coef`.
         reference: Reference policy for the KL penalty, such as one after imitation. None uses `policy.reference()`.
@@ -108,7 +108,7 @@ def train(
     check_instance("config", config, TrainConfig | None, "an af.TrainConfig, or None for the defaults")
     check_instance("run", run, str | os.PathLike | None, "a folder, or None for a temporary folder")
     check_splits(tasks)
-    group = WorkerGroup(accelerator)
+    group = WorkerGroup(accelerator or policy.accelerator)
     sampler = RolloutSampler(agent, policy, task_list(tasks), config or TrainConfig(), group, workers)
     return TrainRun(sampler, task_list(eval_tasks) if eval_tasks else [], run, resume, progress, teacher, reference)
 
@@ -445,8 +445,10 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._latest = rollout, stats
 
         state = LoopState(index + 1, kl_coef, prefetched)
+        due = state.steps % config.checkpoint_every == 0 or state.steps == self.total
+        saved = await self._updater.gather() if due or evaluation is not None else (self.policy, None)
         try:
-            await self._workers.run_on_main(self._persist, state, rollout, record)
+            await self._workers.run_on_main(self._persist, state, rollout, record, due, *saved)
             if not self._workers.is_main:
                 self.run.records.append(record)
         finally:  # notify even if interrupted, provided that the record was written
@@ -479,18 +481,17 @@ class TrainRun(Handle["TrainRun"], Displayable):
             raise type(error)(f"step {index + 1}: {error} ({kept})") from error
         return stats, rollout, lag
 
-    def _persist(self, state: LoopState, rollout: Rollout, record: dict[str, float]) -> None:
+    def _persist(self, state: LoopState, rollout: Rollout, record: Any, due: bool, policy: Any, adamw: Any) -> None:
         """Write the rollout (if requested), the record and the checkpoint (if due) of an iteration."""
         if self.config.save_rollouts:
             rollout.save(self.run.rollout_path(f"step-{state.steps:05d}"))
         # Write the record before the checkpoint, because resuming deletes records that are newer than the checkpoint
         # but cannot recover a missing record.
         self.run.append(record)
-        due = state.steps % self.config.checkpoint_every == 0 or state.steps == self.total
         if "eval_success" in record or due:
-            self.run.keep_policy(state.steps, self.policy, self.config.keep)
+            self.run.keep_policy(state.steps, policy, self.config.keep)
         if due:
-            checkpoint.save(self.run, self.policy, self._updater.optimizer, state)
+            checkpoint.save(self.run, policy, adamw, state)
             self._saved_steps = state.steps
 
 

@@ -41,7 +41,7 @@ class Updater:
         check_reference(reference, sampler.policy, sampler.config)
         self.sampler, self.teacher, self.reference = sampler, teacher, reference
         self.policy, self.config = sampler.policy, sampler.config
-        self.batch_builder = BatchBuilder(self.policy, self.config, sampler.agent.reward)
+        self.batch_builder = BatchBuilder(self.policy, self.config, sampler.agent.reward, sampler.workers)
 
     async def prepare(self, run: Run, found: Path | None) -> LoopState:
         """Load the checkpoint `found`, or write the first checkpoint of the run if `found` is None."""
@@ -60,8 +60,16 @@ class Updater:
                 await workers.run_on_main(checkpoint.save_reference, run, reference)
         # Save a checkpoint before the first update, to be able to recover from an interrupt during it.
         state = LoopState(0, config.kl_coef)
-        await workers.run_on_main(checkpoint.save, run, policy, self.optimizer, state)
+        await workers.run_on_main(checkpoint.save, run, *await self.gather(), state)
         return state
+
+    async def gather(self) -> tuple[Policy, torch.optim.Optimizer]:
+        """Return policy and optimizer for a checkpoint. If they are sharded, all processes gather them."""
+        if self.policy.accelerator is None:
+            return self.policy, self.optimizer
+        from agentfly_kit.policy.sharding import gather
+
+        return await run_in_thread(gather, self.policy, self.optimizer)
 
     async def build(self, index: int, rollout: Rollout, kl_coef: float) -> tuple[Batch | None, Rollout]:
         """Build the batch for an iteration.

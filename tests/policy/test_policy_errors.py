@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import errors
@@ -23,6 +24,11 @@ def scored_at_0() -> Any:
     batch = rows()
     batch.mask[1, 0] = True
     return random_policy().score(batch, {"logprob"})
+
+
+def sharded(model: Any, **attributes: Any) -> af.Policy:
+    vars(model).update(attributes)
+    return af.Policy(model, shipped().chat).shard(SimpleNamespace(num_processes=2))
 
 
 test_errors = errors.rejected(
@@ -57,6 +63,16 @@ test_errors = errors.rejected(
         lambda: random_policy().load_state(random_policy(value_head=True).state()),
         af.errors.PolicyError,
         "the shape of 'value_head.bias' is None in the policy and (1,) in the state",
+    ),
+    (
+        lambda: sharded(random_policy().model.half()),
+        af.errors.SettingsError,
+        "a sharded policy must have float32 weights, got torch.float16",
+    ),
+    (
+        lambda: sharded(random_policy().model, hf_device_map={"": "cpu"}),
+        af.errors.SettingsError,
+        "device_map must not be given to Policy.load for a policy that is sharded",
     ),
 )
 

@@ -2,7 +2,7 @@
 
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import agents
 import errors
@@ -12,7 +12,7 @@ from processes import run_two
 from test_ppo_settings import Kept, judged, made
 
 import agentfly_kit as af
-from agentfly_kit.ppo.distributed import gather
+from agentfly_kit.ppo.distributed import WorkerGroup, gather
 
 pytest.importorskip("accelerate")
 
@@ -23,6 +23,7 @@ CASES: dict[str, dict[str, Any]] = {
     "value and reference": {"kl_coef": 0.1, "aggregate": "trajectory_mean", "target_kl": 10.0},
     "stops early": {"minibatch": 4, "epochs": 4, "target_kl": 1e-12},
 }
+SCORES: tuple[Literal["logprob", "value"], ...] = ("logprob", "value")
 NUMBERS = (
     "loss",
     "policy_loss",
@@ -33,6 +34,18 @@ NUMBERS = (
     "ratio_max",
     "grad_norm",
 )
+
+
+class Forwards:
+    """Count the sampled tokens for which a policy computes logprobs."""
+
+    def __init__(self, policy: af.Policy) -> None:
+        self.tokens, self._forward = 0, policy.forward
+        policy.forward = self  # type: ignore[method-assign, assignment]
+
+    def __call__(self, ids: torch.Tensor, mask: torch.Tensor, *args: Any, **options: Any) -> Any:
+        self.tokens += int(mask.sum())
+        return self._forward(ids, mask, *args, **options)
 
 
 def prepared() -> tuple[af.Policy, af.Batch]:
@@ -68,7 +81,16 @@ def run(accelerator: Any = None) -> dict[str, Any]:
         kept = Kept(policy)
         stats = af.ppo_step(policy, kept, given, config, accelerator=accelerator)
         out[name] = {"gradients": torch.stack(kept.seen), "sampler_gap": stats.sampler_gap}
+    # Each process computes about half of the rows, and returns the scores of all.
     policy, batch = prepared()
+    forwards = Forwards(policy)
+    whole = policy.score(batch, SCORES)
+    tokens = forwards.tokens
+    out["scores"] = {name: WorkerGroup(accelerator).score(policy, batch, name, None) for name in SCORES}
+    share = (forwards.tokens / tokens - 1) / len(SCORES)
+    assert share == 1 if accelerator is None else 0.4 < share < 0.6, share
+    for name, scores in out["scores"].items():
+        torch.testing.assert_close(scores, whole[name], rtol=1e-5, atol=1e-5, equal_nan=True)
     af.ppo_step(policy, af.adamw(policy, 1e-3), batch, af.PPOConfig(minibatch=4), accelerator=accelerator)
     out["weights"] = torch.cat([p.detach().flatten() for p in policy.parameters()])
     if accelerator is not None:

@@ -69,7 +69,8 @@ class Kept(torch.optim.SGD):
         self.seen: list[Tensor] = []
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        self.seen.append(torch.cat([p.grad.flatten().clone() for g in self.param_groups for p in g["params"]]))
+        gradients = [p.grad for g in self.param_groups for p in g["params"]]
+        self.seen.append(torch.cat([getattr(g, "full_tensor", g.clone)().flatten() for g in gradients]))
 
 
 def gradient(policy: af.Policy, batch: af.Batch, **options: Any) -> tuple[Tensor, Any]:

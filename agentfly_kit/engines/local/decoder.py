@@ -60,7 +60,12 @@ def _modules_forward(trunk: Any, config: Any = None) -> CachedForward:
     """Return a forward pass that runs the modules of `trunk`. Its layers use `config`, by default `trunk.config`."""
 
     def forward(
-        cache: KVCache, rows: Tensor | int, tokens: Tensor, positions: Tensor, stamp: object, options: Options = None
+        cache: KVCache,
+        rows: Tensor | int,
+        tokens: Tensor,
+        positions: Tensor,
+        stamp: object,
+        options: Options = None,
     ) -> Tensor:
         mask = cache.prepare(rows, positions)
         keys = torch.arange(mask.shape[-1], device=mask.device)[None]

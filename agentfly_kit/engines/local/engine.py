@@ -58,6 +58,10 @@ class LocalEngine(Engine):
     def __init__(self, policy: Policy, *, slots: int = 256, alternatives: int = 0) -> None:
         if not isinstance(policy, Policy):
             raise EngineError(f"policy must be a Policy, such as Policy.load(path), got {policy!r}")
+        if policy.accelerator is not None:
+            raise EngineError(
+                f"policy must not be sharded, because LocalEngine samples in one process, got {policy!r}"
+            )
         check_count("slots", slots)
         check_value("alternatives", alternatives, "int", f"of at least 0 and at most {policy.vocab_size}")
         self.policy = policy

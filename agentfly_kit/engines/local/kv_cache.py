@@ -197,7 +197,12 @@ class KVCache:
         return span[None, None, None, :] <= positions[:, None, :, None]
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *_: object,
+        **__: object,
     ) -> tuple[Tensor, Tensor]:
         """Write new keys and values of a layer, and return those of all visible tokens. Called by attention layers.
 
@@ -243,7 +248,13 @@ class KVCache:
         return self.is_recurrent
 
     def update_conv_state(
-        self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, *, conv_kernel_size: int, **_: object
+        self,
+        conv_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        *,
+        conv_kernel_size: int,
+        **_: object,
     ) -> Tensor:
         """Append the inputs of a convolution to the last ones, and return them all. Called by layers.
 
@@ -256,7 +267,11 @@ class KVCache:
         return inputs
 
     def update_recurrent_state(
-        self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0, **_: object
+        self,
+        recurrent_states: Tensor,
+        layer_idx: int,
+        state_idx: int = 0,
+        **_: object,
     ) -> Tensor:
         """Replace the state of linear attention in each of R rows, (R, ...), and return it. Called by layers."""
         self.layers[layer_idx].recurrent_states[state_idx] = recurrent_states
@@ -274,7 +289,10 @@ class KVCache:
     # --- copying and resizing ---
 
     def longest_prefix(
-        self, row_keys: npt.NDArray[np.int64], preferred: int | None, usable: npt.NDArray[np.bool_]
+        self,
+        row_keys: npt.NDArray[np.int64],
+        preferred: int | None,
+        usable: npt.NDArray[np.bool_],
     ) -> tuple[int, int]:
         """Return the usable slot with the longest prefix of a row (in a tie, `preferred`), and the prefix length."""
         width = min(len(row_keys), self.capacity)

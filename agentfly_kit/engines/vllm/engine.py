@@ -22,7 +22,8 @@ from agentfly_kit.engines.base import Engine, check_scorer
 from agentfly_kit.engines.vllm.host import EXTRA_COLUMNS, Host, load_config
 from agentfly_kit.engines.vllm.weight_transfer import TRANSFER_CONFIG, architecture, check_architecture
 from agentfly_kit.errors import EngineError, check_value
-from agentfly_kit.policy.policy import Policy, read_json
+from agentfly_kit.policy.loading import read_json
+from agentfly_kit.policy.policy import Policy
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
 from agentfly_kit.types import ImageSpan
 

@@ -73,6 +73,10 @@ def weight_sources(policy: Policy) -> list[WeightSource]:
     An adapter is merged layer by layer, so that no second model is needed. The caller must hold `policy.lock` while it
     reads the values.
     """
+    if policy.accelerator is not None:
+        raise EngineError(
+            f"policy must not be sharded, because its weights cannot be sent to servers, got {policy!r}"
+        )
     model: Any = policy.model.get_base_model() if policy.has_adapter else policy.model
     state = model.state_dict()
     merged: dict[str, Callable[[], torch.Tensor]] = {}

@@ -1,0 +1,216 @@
+"""Policies whose weights are distributed over several processes with `fully_shard` of torch (FSDP2)."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import broadcast_object_list
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from agentfly_kit._display import Displayable
+from agentfly_kit.errors import PolicyError, SettingsError
+from agentfly_kit.policy.forward import ForwardOutput
+from agentfly_kit.policy.prefix_tree import PackedTrees
+from agentfly_kit.policy.value_head import VALUE_HEAD_PREFIX, Critic
+
+if TYPE_CHECKING:
+    from agentfly_kit.policy.policy import Policy
+else:
+    Policy = Displayable  # Python changes the class of a policy only to one with the same first base
+
+
+def shard(policy: Policy, accelerator: Any) -> Policy:
+    """Shard a policy in place; see `Policy.shard`."""
+    if accelerator.num_processes == 1:
+        return policy
+    if policy.accelerator is not None:
+        raise SettingsError("policy must not be sharded already")
+    if getattr(policy.model, "hf_device_map", None):
+        raise SettingsError("device_map must not be given to Policy.load for a policy that is sharded")
+    if policy.chat.reader is not None:
+        raise SettingsError("policy must be a text model, because models with images cannot be sharded")
+    if other := {p.dtype for p in policy.parameters()} - {torch.float32}:
+        raise SettingsError(
+            f"a sharded policy must have float32 weights, got {other.pop()}; load it with dtype='float32', and use "
+            "PPOConfig(autocast='bfloat16') for speed"
+        )
+    # The policy stores the results of these trials and the sizes, which cannot be computed from sharded weights.
+    policy.check_head()
+    _ = policy._sharing_obstacle, policy.size, policy.vocab_size
+    mesh = init_device_mesh(policy.device.type, (accelerator.num_processes,))
+    _shard_module(policy.model, mesh)
+    policy.model.call_sharded = types.MethodType(_call, policy.model)
+    register_fsdp_forward_method(policy.model, "call_sharded")
+    head = policy.value_head
+    for module in [head.trunk, head.head] if isinstance(head, Critic) else [head] if head is not None else []:
+        _shard_module(module, mesh)
+    policy.accelerator = accelerator
+    policy.__class__ = _subclass(ShardedPolicy, type(policy))
+    return policy
+
+
+def _shard_module(root: Any, mesh: Any) -> None:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in root.modules() if isinstance(module, GradientCheckpointingLayer)]
+    for module in (*layers, root):
+        sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        # The loss of a minibatch is the sum over processes, so gradients are summed, not averaged.
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)
+
+
+def _call(_: Any, function: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
+    return function()
+
+
+def _subclass(mixin: type, base: type) -> Any:
+    return type(mixin.__name__, (mixin, base), {})
+
+
+class ShardedPolicy(Policy):
+    """Policy of which each process holds a part of every weight. All processes must call its methods together."""
+
+    # --- forward passes ---
+
+    def forward(self, ids: Tensor, mask: Tensor, temperatures: Tensor, **options: Any) -> ForwardOutput:
+        # The other processes may compute more micro-batches, and need this process's part of the weights.
+        if not len(ids):
+            ids, mask = ids.new_zeros(1, 2), mask.new_zeros(1, 2)
+            temperatures, options["row_keys"] = torch.ones(1), None
+        whole = super().forward
+
+        def copied() -> dict[str, Tensor]:
+            # FSDP registers hooks on the results, which must not be views.
+            out = vars(whole(ids, mask, temperatures, **options))
+            return {name: values.clone() for name, values in out.items() if values is not None}
+
+        # Copy again, because `torch.autograd.grad` with respect to a result must not call the hooks.
+        found = {name: values.clone() for name, values in self.model.call_sharded(copied).items()}
+        return ForwardOutput(**{"entropy": None, "value": None} | found)
+
+    def _values(
+        self,
+        ids: Tensor,
+        packed: PackedTrees | None,
+        place: Tensor,
+        states: Tensor | None,
+        images: Any,
+    ) -> Tensor:
+        return super()._values(ids if len(ids) else ids.new_zeros(1, 2), packed, place, states, images)
+
+    def micro_batches(self, batch: Any, rows: Tensor | None = None, micro_tokens: int | None = None) -> list[Tensor]:
+        """Split rows as `Policy.micro_batches`, and append empty parts up to the largest number of a process."""
+        parts = super().micro_batches(batch, rows, micro_tokens)
+        counts = self.accelerator.gather(torch.tensor([len(parts)], device=self.device))
+        return parts + [torch.empty(0, dtype=torch.long)] * (int(counts.max()) - len(parts))
+
+    # --- weights ---
+
+    def gathered(self) -> Policy:
+        """Return a policy that saves the whole weights. They are in the main process; the others have no weights."""
+        state = super()._full_state()
+        ties = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
+        found: dict[Any, Tensor] = {}  # tied weights are gathered once
+        for name, tensor in state.items():
+            key = ties.get(name, name)
+            if key not in found:
+                whole = _whole(tensor.detach())
+                found[key] = whole.cpu() if self.accelerator.is_main_process else whole.new_empty(0)
+        state = {name: found[ties.get(name, name)] for name in state} if self.accelerator.is_main_process else {}
+        policy: Any = object.__new__(_subclass(_GatheredPolicy, type(self).__bases__[1]))
+        policy.__dict__.update(self.__dict__, whole=state)
+        return policy  # type: ignore[no-any-return]
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the whole weights, on the CPU, in the main process, and an empty dict in the others."""
+        return self.gathered().state()
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        """Load whole weights, which each process must pass."""
+        own = super()._full_state()
+        super().load_state({name: _part(v, own.get(name)) for name, v in state.items()})
+
+    def fingerprint(self) -> str:
+        digest = [self.gathered().fingerprint()]
+        broadcast_object_list(digest)
+        return digest[0]
+
+    def save(self, path: str | Path) -> Path:
+        """Save the whole weights as `Policy.save` does, in the main process."""
+        policy = self.gathered()
+        try:
+            return policy.save(path) if self.accelerator.is_main_process else Path(path)
+        finally:
+            self.accelerator.wait_for_everyone()
+
+    def copy(self) -> Policy:
+        raise PolicyError("a sharded policy cannot be copied; copy the policy before policy.shard(accelerator)")
+
+    def reference(self) -> Policy:
+        """Return the base model of an adapter as the reference. Without an adapter, raise PolicyError."""
+        if not self.has_adapter:
+            raise PolicyError(
+                "a sharded policy cannot be copied; call policy.reference() before policy.shard(accelerator), and pass "
+                "it as reference="
+            )
+        base = super().reference()
+        base.__class__ = _subclass(ShardedPolicy, type(base))
+        return base
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, sharded over {self.accelerator.num_processes} processes)"
+
+
+class _GatheredPolicy(Policy):
+    whole: dict[str, Tensor]
+
+    def _full_state(self) -> dict[str, Tensor]:
+        return self.whole
+
+    def save(self, path: str | Path) -> Path:
+        n = len(VALUE_HEAD_PREFIX)
+        head = {name[n:]: tensor for name, tensor in self.whole.items() if name.startswith(VALUE_HEAD_PREFIX)}
+        model = {name: tensor for name, tensor in self.whole.items() if not name.startswith(VALUE_HEAD_PREFIX)}
+        return self._write(Path(path), head, state_dict=model)
+
+
+def gather(policy: Any, optimizer: torch.optim.Optimizer) -> tuple[Policy, Any]:
+    """Return a policy and an optimizer that can be saved, with the whole weights and moments in the main process."""
+    saved = optimizer.state_dict()
+    moments: dict[int, dict[str, Tensor]] = {}
+    for i, values in saved["state"].items():
+        moments[i] = {}
+        for name, tensor in values.items():
+            whole = _whole(tensor)
+            if policy.accelerator.is_main_process:
+                moments[i][name] = whole.cpu()
+    saved["state"] = moments
+    return policy.gathered(), SimpleNamespace(state_dict=lambda: saved)
+
+
+def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return this process's part of the state of an optimizer with whole moments."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parts = {i: {k: _part(v, parameters[i]) for k, v in values.items()} for i, values in state["state"].items()}
+    return {**state, "state": parts}
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _part(whole: Tensor, like: Tensor | None) -> Tensor:
+    """Return this process's part of a tensor that is sharded as another one of the same shape."""
+    if not isinstance(like, DTensor) or whole.shape != like.shape:
+        return whole
+    # With src_data_rank=None, each process takes its part without communication.
+    return distribute_tensor(whole.to(like.device), like.device_mesh, like.placements, src_data_rank=None)

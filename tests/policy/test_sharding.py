@@ -1,0 +1,197 @@
+"""Two processes with half of the weights each compute what one process computes with all weights."""
+
+import asyncio
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+from unittest.mock import AsyncMock
+
+import agents
+import errors
+import pytest
+import torch
+from processes import run_two
+from test_ppo_settings import Kept, judged, made, trajectories
+from test_trainer import SMALL, TASKS, digits, numbers
+
+import agentfly_kit as af
+
+pytest.importorskip("accelerate")
+
+STATS = ("loss", "policy_loss", "value_loss", "approx_kl", "clip_fraction", "entropy", "ratio_max", "kl_reference")
+HEADS: dict[str, Any] = {"value head": True, "separate critic": "separate"}
+CASES: dict[str, dict[str, Any]] = {
+    "value head": {"entropy_coef": 0.01},
+    "tied": {"minibatch": 5, "micro_tokens": 30},
+    "separate critic": {"minibatch": 1, "checkpointing": True},  # one process has no row
+    "adapter": {"kl_coef": 0.1, "old_logprobs": "recompute"},
+}
+
+
+def saved_policy(name: str, folder: Path) -> Path:
+    """Save a policy with random weights, and an adapter or a value head with random weights."""
+    policy = agents.random_policy(3)
+    if name == "tied":
+        policy.model.config.tie_word_embeddings = True
+        policy.model.tie_weights()
+    start = policy.save(folder / f"{name} start")
+    policy = af.Policy.load(start, value_head=HEADS.get(name, False), lora=4 if name == "adapter" else None)
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        for weight in (p for p in policy.parameters() if not p.any()):
+            torch.nn.init.normal_(weight, std=0.1)
+    return policy.save(folder / f"{name} whole")
+
+
+def run(name: str, folder: Path, accelerator: Any = None) -> dict[str, Any]:
+    """Return what a policy computes, which is sharded if an accelerator is given."""
+    out: dict[str, Any] = {}
+    policy = af.Policy.load(folder / f"{name} whole", value_head=HEADS.get(name, False))
+    batch = made(policy, 9)
+    # All rows share a prefix with the first row.
+    common = torch.arange(batch.ids.shape[1]) < torch.minimum(batch.lengths, batch.lengths[0])[:, None]
+    batch = batch.replace(ids=torch.where(common, batch.ids[0], batch.ids))
+    noise = 0.2 * torch.sin(torch.arange(batch.ids.numel())).view_as(batch.ids)
+    batch = batch.replace(logprobs=policy.score(batch, {"logprob"})["logprob"] + noise)
+    assert len(policy._build_trees(batch.ids, batch.mask, policy.micro_tokens)) < len(batch)
+    batch = batch if policy.value_head is None else judged(policy, batch)
+    before, whole = policy.fingerprint(), sum(p.numel() for p in policy.parameters())
+    if accelerator is not None:
+        assert policy.shard(accelerator) is policy and policy.fingerprint() == before
+        local: Any = policy.parameters()
+        out["share"] = sum(p.to_local().numel() for p in local) / whole
+    start = policy.state()
+
+    # Gradients and statistics.
+    options = {"old_logprobs": "engine", "clip": 0.1, "epochs": 2, "max_grad_norm": None} | CASES[name]
+    kept = Kept(policy)
+    reference = policy.reference() if "kl_coef" in options else None
+    stats = af.ppo_step(policy, kept, batch, af.PPOConfig(**options), reference=reference, detail=True)
+    out["detail"] = stats.detail
+    out["gradients"], out["stats"] = torch.stack(kept.seen), [getattr(stats, k) for k in (*STATS, "grad_norm")]
+
+    # The sampler's logprobs are wrong in one row, so only one process finds a difference.
+    wrong = policy.score(batch, {"logprob"})["logprob"]
+    wrong[0] -= 0.01
+    policy.version = 0
+    gap = af.ppo_step(policy, kept, batch.replace(logprobs=wrong), af.PPOConfig(micro_tokens=20, value_coef=0.0))
+    assert gap.sampler_gap == pytest.approx(0.01, abs=1e-4)
+
+    # Updates, and saved weights.
+    optimizer = af.adamw(policy, 1e-3)
+    for _ in range(4):
+        af.ppo_step(policy, optimizer, batch, af.PPOConfig(max_lag=None, old_logprobs="recompute"))
+    out["weights"] = policy.state()
+    policy.save(folder / f"{name} saved")
+    if accelerator is None:
+        return out
+    loaded = af.Policy.load(folder / f"{name} saved", value_head=HEADS.get(name, False))
+    assert loaded.fingerprint() == policy.fingerprint() != before
+    policy.load_state(af.Policy.load(folder / f"{name} whole", value_head=HEADS.get(name, False)).state())
+    assert policy.fingerprint() == before and policy.state().keys() == start.keys()
+    policy.save(folder / f"{name} again")
+    for file in (folder / f"{name} whole").rglob("*"):
+        if file.suffix == ".safetensors" or file.name == "config.json":
+            assert (
+                file.read_bytes()
+                == (folder / f"{name} again" / file.relative_to(folder / f"{name} whole")).read_bytes()
+            )
+    return out
+
+
+def imitated(accelerator: Any = None) -> list[float]:
+    policy = agents.random_policy(3)
+    chains = trajectories(policy, 8)
+
+    async def go() -> list[float]:
+        return [stats.loss for stats in await af.imitate(policy, chains, minibatch=3)]
+
+    if accelerator is not None:
+        policy.shard(accelerator)
+        errors.check(policy.copy, af.errors.PolicyError, "copy the policy before policy.shard")
+        errors.check(policy.reference, af.errors.PolicyError, "before policy.shard")
+        errors.check(lambda: policy.shard(accelerator), af.errors.SettingsError, "must not be sharded already")
+        errors.check(lambda: af.LocalEngine(policy), af.errors.EngineError, "must not be sharded")
+    return asyncio.run(go())
+
+
+def trained(folder: Path, accelerator: Any = None, *, stop_after: int = 3) -> dict[str, Any]:
+    """Train on played chains until a step, or continue a run, and return the state."""
+    policy = agents.random_policy(3)
+    if accelerator is not None:
+        policy.shard(accelerator)
+    agent = agents.played(lambda task, turn: f"{'7' * (int(task.id[-1]) % 5)} x", reward=digits, max_turns=2)
+    agent.engine.update = AsyncMock()  # type: ignore[method-assign]
+    config = SMALL.replace(steps=3, advantage="reinforce_plus_plus", group_size=2)
+
+    async def go() -> dict[str, Any]:
+        run = af.train(agent, policy, TASKS, config, run=folder, accelerator=accelerator)
+        async for step in run:
+            if step.step == stop_after:
+                break
+        gathered, optimizer = await run._updater.gather()
+        return {"records": numbers(run), "state": gathered.state(), "optimizer": optimizer.state_dict()["state"]}
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the played chains were not sampled from the policy
+        return asyncio.run(go())
+
+
+def assert_same_state(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    """Assert that weights and moments are equal, bit for bit."""
+    for mine, other in (
+        (got["state"], wanted["state"]),
+        *zip(*(r["optimizer"].values() for r in (got, wanted)), strict=True),
+    ):
+        assert mine.keys() == other.keys() and all(torch.equal(mine[k], other[k]) for k in mine)
+
+
+def child(folder: Path) -> None:
+    import accelerate
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    out: dict[str, Any] = {name: run(name, folder, accelerator) for name in CASES}
+    out["imitated"] = imitated(accelerator)
+    out["continued"] = trained(folder / "alone", accelerator)  # a complete run of one process
+    trained(folder / "train", accelerator, stop_after=2)
+    out["trained"] = trained(folder / "train", accelerator)
+    torch.save(out, folder / f"{accelerator.process_index}.pt")
+    accelerator.end_training()
+
+
+@pytest.mark.real
+def test_two_processes_with_half_of_the_weights_compute_the_step_of_one(tmp_path: Path) -> None:
+    for name in CASES:
+        saved_policy(name, tmp_path)
+    trained_alone = trained(tmp_path / "alone")
+    ranks = run_two(Path(__file__).resolve(), tmp_path)
+    for name in CASES:
+        alone = run(name, tmp_path)
+        assert alone["detail"].keys() == ranks[1][name]["detail"].keys()
+        for rank in ranks:
+            got = rank[name]
+            away = (got["gradients"] - alone["gradients"]).norm() / alone["gradients"].norm()
+            print(name, "gradients", float(away), "share", got["share"])
+            assert away <= 3e-6 and got["share"] <= 0.51, name
+            for part, wanted in alone["detail"].items():
+                assert got["detail"][part] == pytest.approx(wanted, rel=1e-4, abs=1e-5, nan_ok=True), (name, part)
+            assert got["stats"] == pytest.approx(alone["stats"], rel=1e-6, abs=1e-6, nan_ok=True), name
+        assert ranks[1][name]["weights"] == {}
+        away = max(float((ranks[0][name]["weights"][k] - v).abs().max()) for k, v in alone["weights"].items())
+        print(name, "weights", away)
+        assert away <= 1e-4, name
+    assert ranks[0]["imitated"] == ranks[1]["imitated"] == pytest.approx(imitated(), rel=1e-5)
+    # A run of two processes and one of a single process continue in the other number of processes.
+    assert_same_state(ranks[0]["continued"], trained_alone)
+    assert_same_state(trained(tmp_path / "train"), ranks[0]["trained"])
+    for rank in ranks:
+        for got, wanted in zip(rank["trained"]["records"], trained_alone["records"], strict=True):
+            assert got == pytest.approx(wanted, rel=1e-4, abs=1e-5)
+    away = max(float((ranks[0]["trained"]["state"][k] - v).abs().max()) for k, v in trained_alone["state"].items())
+    print("trained", away)
+    assert away <= 1e-4
+
+
+if __name__ == "__main__":
+    child(Path(sys.argv[1]))
