@@ -191,7 +191,7 @@ if HAVE_VLLM:
 assert [t.reward for t in rollout] == [1, 0, 0] and [len(t.actions) for t in rollout] == [4, 4, 1]
 assert {len(t.rows) for t in rollout} == {1} and (stopped.stop, stopped.reward) == ("timeout", 0)
 assert probed.final.split() == (
-    "its chain: 200 another key: 404 this machine: ConnectionRefusedError the internet: gaierror".split()
+    "its chain: 200 unknown key: 404 this machine: ConnectionRefusedError the internet: gaierror".split()
 )
 """,
     "33_why_it_does_not_learn": """
