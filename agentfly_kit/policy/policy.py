@@ -265,7 +265,8 @@ class Policy(Displayable, LanguageModel):
         All processes must call it, with the same weights, before they create an optimizer; see docs/cluster.md.
 
         Raises:
-            SettingsError: If the policy is sharded already, reads images, was loaded with `device_map`, or is not in float32.
+            SettingsError: If the policy is sharded already, reads images, was loaded with `device_map`, or is not in
+                float32.
         """
         from agentfly_kit.policy.sharding import shard
 
