@@ -90,7 +90,8 @@ class Chain(LoopChain):
         with self._exclusive("distribution"):
             await self._prepare()
             async with agent._request_slot():
-                options: dict[str, Any] = {"top": top, "images": spans_of(self.turn.row_path)}
+                spans = spans_of(self.turn.row_path)
+                options: dict[str, Any] = {"top": top} | ({"images": spans} if spans else {})
                 ids, logprobs, entropy = await agent.engine.distribution(self.ids, agent.sampling, **options)
             return Distribution(tuple(ids), agent.chat.token_texts(ids), tuple(logprobs), entropy)
 

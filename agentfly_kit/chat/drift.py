@@ -64,12 +64,12 @@ def find_drift(chat: Chat, row: Row) -> Drift:
     try:
         shown = chat._prepare(list(chat._mark_images(messages)), row.tools)
         again_text = chat.template.render(*shown, generate=not (given and given[-1].kind in ("action", "forced")))
+        if images := images_of(messages):
+            again = chat.reader.encode(again_text, images, functools.partial(chat._encode_split, "", ()))
+        else:
+            again = chat.encode(again_text)
     except ChatTemplateError as error:
         return Drift("other", 0, len(ids), "prompt, turn 0", token_texts[:6], (), "", str(error))
-    if images := images_of(messages):
-        again = chat.reader.encode(again_text, images, functools.partial(chat._encode_split, "", ()))
-    else:
-        again = chat.encode(again_text)
     again_texts = chat.token_texts(again)
     index = common_prefix_length(ids, again)
     if index == len(ids):  # further ids are no drift, because the row ends with an action

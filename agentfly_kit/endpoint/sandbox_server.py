@@ -19,7 +19,8 @@ class SandboxServer(Server):
     """Server without a port: `accept` is given each connection that a process in a sandbox has made.
 
     What the processes send is untrusted. New connections are closed at once while `_MOST_CONNECTIONS` are open, and one
-    body at a time is read, so that a sandbox can use up neither the file descriptors nor the memory of this process.
+    request at a time is read and answered, so that a sandbox can use up neither the file descriptors nor the memory of
+    this process.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -33,7 +34,7 @@ class SandboxServer(Server):
 
     async def __aenter__(self) -> SandboxServer:
         self._web = await asyncio.to_thread(import_web)  # the first import takes longer than the event loop may block
-        await self._set_up()
+        await self._set_up(handler_cancellation=True)  # a request must not outlive its command
         return self
 
     async def __aexit__(self, *error: object) -> None:

@@ -71,11 +71,11 @@ class Server:
         await self._set_up()
         await self._web.SockSite(self._runner, self._socket).start()
 
-    async def _set_up(self) -> None:
+    async def _set_up(self, **options: Any) -> None:
         app = self._web.Application(client_max_size=_MAX_BODY)
         app.router.add_route("*", "/{path:.*}", self._handle)
         self._runner = self._web.AppRunner(
-            app, access_log=None, logger=http_logger(), shutdown_timeout=1.0, lingering_time=1.0
+            app, access_log=None, logger=http_logger(), shutdown_timeout=1.0, lingering_time=1.0, **options
         )
         await self._runner.setup()
 

@@ -159,8 +159,12 @@ def check_hub(name: str, kwargs: Mapping[str, Any]) -> None:
     if importlib.resources.files("agentfly_kit._data").joinpath("policies", name).is_dir():
         raise PolicyError(f"path must be a folder or a hub name, got {name!r}; use af.tiny.policy({name!r})")
     options = {key: kwargs[key] for key in ("cache_dir", "revision") if key in kwargs}
-    cached = any(try_to_load_from_cache(name, file, **options) for file in ("config.json", "adapter_config.json"))
-    if cached or constants.is_offline_mode() or urllib.request.getproxies():
+    folder = f"{kwargs['subfolder']}/" if kwargs.get("subfolder") else ""
+    found = [
+        try_to_load_from_cache(name, folder + file, **options) for file in ("config.json", "adapter_config.json")
+    ]
+    is_offline = kwargs.get("local_files_only") or constants.is_offline_mode()
+    if any(isinstance(path, str) for path in found) or is_offline or urllib.request.getproxies():
         return
     host = urllib.parse.urlsplit(constants.ENDPOINT)
     try:

@@ -107,6 +107,9 @@ class ShardedPolicy(Policy):
     ) -> Tensor:
         return super()._values(ids if len(ids) else ids.new_zeros(1, 2), packed, place, states, images)
 
+    def hidden(self, *args: Any, **options: Any) -> Tensor:
+        raise PolicyError("hidden() is not available for a sharded policy; use forward(..., layers=)")
+
     def micro_batches(self, batch: Any, rows: Tensor | None = None, micro_tokens: int | None = None) -> list[Tensor]:
         """Split rows as `Policy.micro_batches`, and append empty parts up to the largest number of a process."""
         parts = super().micro_batches(batch, rows, micro_tokens)

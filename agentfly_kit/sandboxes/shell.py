@@ -101,7 +101,7 @@ class ShellSandbox(HostedSandbox):
         )  # fmt: skip
 
     async def run_agent(self, command: Sequence[str], endpoint: Any, timeout: float = 3600.0) -> ShellResult:
-        """Run a command-line agent, which reaches the policy through an endpoint and nothing else on this machine.
+        """Run a command-line agent, which reaches the policy through an endpoint.
 
         The agent gets the variables of `endpoint.env`, such as OPENAI_BASE_URL, with the address of a port of the
         sandbox's own loopback interface. The port exists while the command runs, and serves only the endpoint's chain.

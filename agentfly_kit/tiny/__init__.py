@@ -287,8 +287,9 @@ def _check_demonstration(messages: Sequence[Message], schemas: Sequence[dict[str
     messages = normalize_messages(messages, "demonstrate", answered=True)
     if all(message["role"] != "assistant" for message in messages):
         raise SettingsError("demonstrate must return at least one message with the role 'assistant', got none")
-    known = {s["function"]["name"]: [*s["function"]["parameters"].get("properties", ())] for s in schemas}
-    for call in (call["function"] for message in messages for call in message.get("tool_calls", ()) if schemas):
+    functions = [schema["function"] for schema in schemas]
+    known = {f["name"]: [*f.get("parameters", {}).get("properties", ())] for f in functions}
+    for call in (c["function"] for message in messages for c in message.get("tool_calls") or () if schemas):
         if call["name"] not in known or not {*call["arguments"]} <= {*known[call["name"]]}:
             shown = ", ".join(f"{name}({', '.join(names)})" for name, names in known.items())
             raise SettingsError(f"demonstrate must call {shown}, got {call['name']}({', '.join(call['arguments'])})")

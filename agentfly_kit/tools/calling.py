@@ -75,7 +75,8 @@ async def call_user_function(
                     value = convert(await steps)
             finally:
                 timed_out = " and was cancelled" if limit.expired() else ""
-                if steps.longest > _BLOCKING_SECONDS and not function.__module__.startswith("agentfly_kit."):
+                own = str(getattr(function, "__module__", "")).startswith("agentfly_kit.")
+                if steps.longest > _BLOCKING_SECONDS and not own:
                     warn_or_log(_blocking_message(function))
             if timeout is not None and steps.blocked > timeout:
                 error, timed_out = TimeoutError(), " and blocked the event loop"

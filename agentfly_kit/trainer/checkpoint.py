@@ -100,7 +100,8 @@ def _saved_weights(policy: Policy, folder: Path) -> dict[str, torch.Tensor]:
     by_storage: dict[Any, list[str]] = defaultdict(list)
     for name, tensor in Policy.state(policy).items():
         tensor = getattr(tensor, "_local_tensor", tensor)  # if it is sharded
-        by_storage[tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()].append(name)
+        if tensor.numel():  # empty tensors have the same address
+            by_storage[tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()].append(name)
     for names in by_storage.values():
         for name in names:
             if known := [found[n] for n in (name, *names) if n in found]:

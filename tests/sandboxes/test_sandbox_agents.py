@@ -10,6 +10,7 @@ import aiohttp
 import dice
 import errors
 import pytest
+from agents import Played
 from patience import printed
 from test_harness import TASK, harnessed
 from test_sandbox_python import nothing_left  # noqa: F401  (a fixture)
@@ -117,6 +118,10 @@ HOSTILE = {
         "ask(); half = socket.create_connection((url.hostname, url.port))\n"
         f"half.send('{HALF}'.replace('{{key}}', key).encode()){ASKED}ask()", "answered", 1,
     ),
+    "sends on a later connection first": (
+        "first = http.client.HTTPConnection('127.0.0.1', url.port); first.connect(); ask()\n"
+        "first.request('GET', url.path + '/models'); sys.exit(first.getresponse().status != 200)", "answered", 1,
+    ),
     "opens many connections": (
         "for n in range(9):\n kept = [socket.create_connection((url.hostname, url.port)) for _ in range(99)]\n"
         "for c in kept: c.close()\n"
@@ -167,6 +172,34 @@ async def test_a_connection_accepted_just_before_the_end_is_closed() -> None:
 
     (t,) = await harnessed(accepting, ["x"]).rollout([TASK])
     assert t.error is None
+
+
+async def test_a_request_ends_with_the_command_that_sent_it() -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    class Waiting(Played):
+        async def sample(self, *args: Any, **options: Any) -> af.Sample:
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            finally:
+                ended.set()
+            raise AssertionError
+
+    async def sending(endpoint: af.Endpoint) -> str:
+        own, other = socket.socketpair()
+        with own:
+            async with endpoint.for_sandbox() as server:
+                server.accept(other)
+                body = b'{"messages": [{"role": "user", "content": "a"}]}'
+                head = f"POST /{endpoint.api_key}/v1/chat/completions HTTP/1.1\r\nHost: localhost\r\n"
+                own.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+                await begun.wait()
+            await until(ended.is_set)
+        return "5"
+
+    (t,) = await harnessed(sending, ["x"]).replace(engine=Waiting([])).rollout([TASK])
+    assert (t.stop, t.actions) == ("answered", ()), t.error
 
 
 @pytest.mark.parametrize("count", [8, pytest.param(64, marks=pytest.mark.long)])

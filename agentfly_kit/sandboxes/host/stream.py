@@ -66,7 +66,7 @@ class Stream:
         # Called on this thread with each connection to the port of an agent in the container.
         self.accept: Callable[[socket.socket], object] | None = None
         self._tunnels: dict[int, Tunnel] = {}
-        self._last_tunnel = 0
+        self._known_tunnels: set[int] = set()
 
     def boot(self, files: Sequence[Path]) -> None:
         """Send the source files of the program that runs inside the sandbox."""
@@ -194,15 +194,16 @@ class Stream:
     # --- the port of an agent
 
     def _receive_tunnel(self, number: int, piece: bytes) -> None:
-        if number > self._last_tunnel:
-            self._last_tunnel = number
-            if self.accept is None or len(self._tunnels) >= MOST_TUNNELS:
+        accept = self.accept  # another thread sets it to None
+        if number not in self._known_tunnels:  # connections may send in another order than they were opened
+            self._known_tunnels.add(number)
+            if accept is None or len(self._tunnels) >= MOST_TUNNELS:
                 self.connection.sendall(frame(TUNNEL, number, b""))
                 return
             own, other = socket.socketpair()
             self._tunnels[number] = Tunnel(own)
             try:
-                self.accept(other)
+                accept(other)
             except RuntimeError:  # the event loop is closed
                 other.close()
         tunnel = self._tunnels.get(number)
