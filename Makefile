@@ -94,7 +94,7 @@ policy: install  ## regenerate the shipped tasks and policies in data/ (minutes)
 
 notebooks: install  ## run all notebooks and save their outputs (one: make notebooks NB=notebooks/01_quickstart.ipynb)
 	@for notebook in $(or $(NB),$(wildcard notebooks/*.ipynb)); do \
-		$(PY) -m agentfly_kit demo $$notebook --save --out build/notebook && .venv/bin/nbstripout --keep-output --keep-count \
+		$(PY) -m agentfly_kit demo $$notebook --save --out build/notebook && .venv/bin/nbstripout --keep-output --keep-count --keep-id \
 		--extra-keys metadata.widgets $$notebook || exit 1; done
 
 bench-%: install  ## run a benchmark of benchmarks/, such as bench-learning; writes JSON to standard output

@@ -78,6 +78,8 @@ class LocalEngine(Engine):
         self._grammars: Any = None
         # Modified only by the engine's thread.
         self._batch = ContinuousBatch(policy, self.slots, alternatives)
+        if policy.chat.reader is not None:
+            _ = self.images  # run the trial now, because later the weights may be changing
 
     def __reduce__(self) -> Any:
         # A pickled engine that is loaded in another process has empty caches and its own copy of the policy.
