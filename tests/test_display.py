@@ -95,7 +95,7 @@ def test_progress_in_a_notebook_is_not_saved() -> None:
     scripts = [PROGRESS.format(body="called.wait()", seconds=0.01, result=r) for r in ("", ", lambda: 'loaded'")]
     cell = v4.new_code_cell("".join(scripts) + "print('mine')")
     notebook = v4.new_notebook(cells=[cell])
-    NotebookClient(notebook, kernel_name="python3", timeout=GUARD).execute()
+    NotebookClient(notebook, kernel_name="python3", timeout=GUARD, startup_timeout=int(GUARD)).execute()
     assert [output.get("data") for output in cell.outputs if output.get("name") != "stderr"] == [
         {},
         {"text/plain": "loaded"},

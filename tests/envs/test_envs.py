@@ -253,7 +253,7 @@ async def test_the_time_limit_of_a_pool_holds_for_the_reset_of_an_environment(ki
             return super().reset(task, seed)
 
     try:
-        agent = guesser([call(7)], Slow, pool=af.Pool(Slow, size=1, start_timeout=0.05))
+        agent = guesser([call(7)], Slow, pool=af.Pool(Slow, size=1, start_timeout=1.0))
         slow, fast = (await agent.rollout([task(id="slow"), task(id="fast")], max_concurrency=1)).trajectories
     finally:
         released.set()

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
+from waiting import GUARD
 
 pytestmark = pytest.mark.real
 
@@ -47,13 +48,13 @@ class Kernel:
     def __init__(self) -> None:
         from jupyter_client.manager import start_new_kernel
 
-        self.manager, self.client = start_new_kernel(kernel_name="python3")
+        self.manager, self.client = start_new_kernel(startup_timeout=GUARD, kernel_name="python3")
 
     def run(self, code: str, answers: Sequence[str] = ()) -> str:
         """Run a cell and return its outputs as text. All answers must be used."""
         left, parts = list(answers), []
         request = self.client.execute(code, allow_stdin=True)
-        until = time.monotonic() + 120
+        until = time.monotonic() + GUARD
         while time.monotonic() < until:
             message = self._next()
             content: Any = message.get("content")

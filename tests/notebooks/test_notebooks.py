@@ -159,7 +159,8 @@ def test_runs_top_to_bottom(
     for name, value in forked.items():
         monkeypatch.setenv(name, value)
     where = {"metadata": {"path": str(tmp_path)}}
-    NotebookClient(notebook, timeout=1800, kernel_name="python3", resources=where).execute()
+    limits = {"timeout": 1800, "startup_timeout": int(waiting.GUARD)}
+    NotebookClient(notebook, **limits, kernel_name="python3", resources=where).execute()
 
 
 @pytest.mark.parametrize("path", marked(pytest.mark.long), ids=by_name)

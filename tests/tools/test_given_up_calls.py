@@ -102,7 +102,8 @@ async def time_out(tool: Any, arguments: dict[str, Any], context: af.Context, ki
     while not kind.entered.is_set():
         given_up = "cancelled" if tool.name == "waits" else "abandoned"
         observation = (await tool.invoke(arguments, context)).observation
-        assert observation == f"{tool.name} took longer than 0.05 s and was {given_up}."
+        late = f"{tool.name} took longer than 0.05 s"  # on a busy machine, the call may not have begun
+        assert observation in (f"{late} and was {given_up}.", f"{late}, because an earlier call is still running.")
 
 
 @pytest.mark.parametrize("how", ["timeout", "cancelled"])
@@ -197,7 +198,7 @@ async def test_a_hung_close_gives_up(monkeypatch: pytest.MonkeyPatch, gate: thre
             self.slow()
 
     Slow.gate, Slow.entered = gate, threading.Event()
-    monkeypatch.setattr("agentfly_kit.pool.core._CLOSE_SECONDS", 0.05)
+    monkeypatch.setattr("agentfly_kit.pool.core._CLOSE_SECONDS", 1.0)
     pool = af.Pool(Slow, size=1)
     await (await pool.acquire()).release()
     await pool.close()

@@ -255,7 +255,7 @@ def test_a_view_that_changes_in_its_cell_is_shown_once(notebook: Any) -> None:
     for _ in range(2):  # the comms of the first view are closed, so the page keeps and saves no state of it
         nb.run()
         nb.wait_python("len(view._pages)", 1)
-        assert nb.python("len(__import__('comm').get_comm_manager().comms)") == comms + 2
+        nb.wait_python("len(__import__('comm').get_comm_manager().comms)", comms + 2)
 
 
 @browser.both
@@ -316,7 +316,7 @@ def test_pool_view_is_live_during_an_await(notebook: Any) -> None:
         """async () => { const nb = window.jupyterapp.shell.currentWidget.content;
         nb.activeCellIndex = 2;
         nb.activeCell.model.sharedModel.setSource("view");
-        await window.jupyterapp.commands.execute('notebook:run-cell'); }"""
+        window.jupyterapp.commands.execute('notebook:run-cell'); }"""
     )
     page.locator(".afk-poolview button[aria-pressed='true']", has_text="Events").wait_for()
     page.wait_for_function(
@@ -372,8 +372,8 @@ def test_train_view_is_live_during_an_await(notebook: Any) -> None:
     page.locator(".afk-charts").focus()
     nb.press("Home", "ArrowRight", "Enter")
     nb.wait_python("view.step", 2)
-    shown = page.locator(".afk-now").nth(2).inner_text()
-    assert shown == nb.python("w._format.number(float(view.to_frame()['approx_kl'][2]))")
+    number = nb.python("w._format.number(float(view.to_frame()['approx_kl'][2]))")
+    browser.expect(page.locator(".afk-now").nth(2)).to_have_text(number, use_inner_text=True)
 
 
 # --- saved notebooks and pictures -----------------------------------------------------------------

@@ -134,7 +134,7 @@ def test_a_reward_is_edited_and_scored_again(notebook: Any) -> None:
         nb.activeCellIndex = 1;
         nb.activeCell.model.sharedModel.setSource(
           "@af.reward\\ndef ends(final: str | None) -> float:\\n    return 0.5");
-        await window.jupyterapp.commands.execute('notebook:run-cell'); }"""
+        window.jupyterapp.commands.execute('notebook:run-cell'); }"""
     )
     form.locator("text=changed (12)").wait_for(state="attached")
     form.locator("text=(previously 0.4167)").first.wait_for()
