@@ -128,7 +128,10 @@ class HarnessChain(BaseChain):
         finally:
             for task in (limit, running, *self._serving):
                 task.cancel()
-            await asyncio.wait((running, *self._serving), timeout=_CANCEL_SECONDS)
+            try:
+                await asyncio.wait((running, *self._serving), timeout=_CANCEL_SECONDS)
+            finally:  # also if this task is cancelled again, because a server would keep listening
+                await wait_all([asyncio.ensure_future(endpoint.close())])
             if running.done() and not running.cancelled():
                 running.exception()  # prevents asyncio's warning about an exception that was never retrieved
             if not running.done():
@@ -139,7 +142,6 @@ class HarnessChain(BaseChain):
                     "the harness runs in a thread, which cannot be stopped: it goes on after its chain has ended "
                     f"({self.stop or 'cancelled'}), until its function returns",
                 )
-            await endpoint.close()
 
     async def _end_with(self, outcome: Outcome) -> None:
         for task in (serving := list(self._serving)):

@@ -185,7 +185,7 @@ class Fleet(Engine):
         if not self._checked:
             async with self._lock():
                 if not self._checked:
-                    await self._check(list(self.members))
+                    await self._check([m for m in self.members if m.state == "up"])
         self._check_ids(ids)
         failed: dict[FleetMember, EngineError] = {}
         while (member := await self._choose(session, failed)) is not None:
@@ -241,6 +241,8 @@ class Fleet(Engine):
         from agentfly_kit.engines.vllm.remote import update_servers
 
         async with self._lock():
+            # If this call is cancelled, the engines are compared with each other before the next sample.
+            self._checked, self._reference = not self._checks, None
             servers = {m: m.engine for m in self.members if isinstance(m.engine, OpenAIEngine)}
             others = [m for m in self.members if m not in servers]
             errors: list[BaseException | None] = [*await update_servers(policy, list(servers.values()))]

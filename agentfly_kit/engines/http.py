@@ -38,12 +38,12 @@ class RetryingClient:
         backoff: Wait before the first retry in seconds; it doubles with each further retry.
 
     Attributes:
-        disconnected: True if a connection failed since this attribute was last set to False.
+        disconnections: Number of connections that have failed.
     """
 
     def __init__(self, base_url: str, key: str | None, timeout: float, retries: int, backoff: float) -> None:
         self.base_url = base_url
-        self.disconnected = False
+        self.disconnections = 0
         self._key = key
         self._timeout = timeout
         self._retries = retries
@@ -93,7 +93,7 @@ class RetryingClient:
                     response = await client.request(method, url, json=body)
             except (httpx2.TransportError, TimeoutError) as error:
                 last = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                self.disconnected = True
+                self.disconnections += 1
             else:
                 if response.status_code < 300:
                     try:

@@ -131,6 +131,8 @@ class OpenAIEngine(Engine):
         self._failed_updates = 0
         # Label of the last update's weights, which the server stores until it is restarted.
         self._label = ""
+        # Number of failed connections (`http.disconnections`) after which the label was the same.
+        self._verified = 0
         # A lock can only be used in the event loop in which it was created.
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
 
@@ -299,7 +301,7 @@ class OpenAIEngine(Engine):
             raise EngineError(
                 "an update of the weights failed while the request ran, so its result was discarded; sample again"
             )
-        if self.http.disconnected and self._label:
+        if self.http.disconnections > self._verified and self._label:
             await self._check_label()
         try:
             choice = answer["choices"][0]
@@ -451,11 +453,12 @@ class OpenAIEngine(Engine):
 
     async def _check_label(self) -> None:
         """Raise EngineError if the server was restarted since the last update."""
-        self.http.disconnected = False
+        seen = self.http.disconnections
         found = await self.http.request("GET", self.base_url.removesuffix("/v1") + "/weight_info")
         if found.get("weight_version") != self._label:
-            self.http.disconnected, self._update_failure = True, "the server was restarted"
+            self._update_failure = "the server was restarted"
         self._check_weights()
+        self._verified = max(self._verified, seen)
 
     def _unusable(self, what: str, answer: Any) -> EngineError:
         return EngineError(f"{self.base_url} returned {what}: {shorten(json.dumps(answer), 300)}")

@@ -16,6 +16,7 @@ from waiting import GUARD, until
 
 import agentfly_kit as af
 from agentfly_kit.agent.harness import HarnessChain
+from agentfly_kit.endpoint import server
 from agentfly_kit.endpoint.reply import ChainEnded
 
 TASK = af.Task("t", ({"role": "user", "content": "What is 2+3?"},), {"answer": "5", "question": "What is 2+3?"})
@@ -338,3 +339,23 @@ async def test_a_client_that_leaves_does_not_end_the_chain() -> None:
     (t,) = await af.Agent(engine, chat=chat(), harness=impatient, reward=exact).rollout([TASK])
     assert (t.stop, t.reward, len(t.actions)) == ("answered", 1.0, 1)
     assert sum(int(row.action_mask.sum()) for row in t.rows) == len(chat().encode("5")) + 1
+
+
+async def test_an_endpoint_is_closed_whenever_its_chain_is_cancelled() -> None:
+    for passes in range(12):  # of the event loop, after the harness has ended
+        endpoints: list[af.Endpoint] = []
+        ended = asyncio.Event()
+
+        async def asking(endpoint: af.Endpoint, known: Any = endpoints, ended: Any = ended) -> None:
+            assert endpoint.base_url  # starts a server
+            known.append(endpoint)
+            ended.set()
+
+        running = asyncio.ensure_future(harnessed(asking, ["5"]).chain(TASK).run())
+        await ended.wait()
+        for _ in range(passes):
+            await asyncio.sleep(0)
+        running.cancel()
+        await asyncio.wait([running])
+        errors.check(lambda known=endpoints: known[0].base_url, af.errors.SettingsError, "the endpoint is closed")
+        assert asyncio.get_running_loop() not in server._servers, passes

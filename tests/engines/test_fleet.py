@@ -329,3 +329,31 @@ async def test_engines_without_logprobs_are_not_compared() -> None:
         rollout = await agents.agent(engine=fleet, chat=agents.chat(), max_turns=1).rollout(agents.tasks(4))
     assert sorted(t.final for t in rollout) == ["a", "a", "b", "b"]
     await fleet.close()
+
+
+async def test_a_cancelled_update_excludes_no_engine_with_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = agents.fresh()
+    fleet, members = fleet_of(policy)
+    request = agents.tasks(1)
+    agent = agents.agent(policy).replace(engine=fleet)
+    await agent.rollout(request)
+    nudge(policy, 0.5)
+    policy.version += 1
+    checking = asyncio.Event()
+
+    async def check(*_: Any) -> None:
+        checking.set()
+        await asyncio.Event().wait()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fleet, "_check", check)
+        updating = asyncio.ensure_future(fleet.update(policy))
+        await checking.wait()
+        updating.cancel()
+        await asyncio.wait([updating])
+    for member in members:
+        member.stopped = True
+    assert (await agent.rollout(request)).failed
+    for member in members:
+        member.stopped = False
+    assert not (await agent.rollout(request)).failed, fleet

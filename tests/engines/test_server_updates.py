@@ -5,6 +5,7 @@ start. Fleets of vLLM servers are tested in test_fleet_vllm.py.
 """
 
 import asyncio
+import functools
 import http.client
 import re
 import threading
@@ -352,3 +353,26 @@ async def test_several_processes_do_not_send_weights_to_the_same_servers(pair: P
         af.errors.SettingsError,
         "each of the 2 processes must have its own engine",
     )
+
+
+async def test_a_lost_connection_is_remembered_until_the_weights_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two requests at once, and a check that fails, must not accept samples of a server that was restarted."""
+    engine = af.OpenAIEngine("http://127.0.0.1:1/v1", "policy", tokens="exact", stop_ids=[0], max_length=100)
+    engine._probed, engine._label, engine._version = True, "new", 7
+    choice = {"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}
+    labels: list[Any] = [af.errors.EngineError("503"), {"weight_version": "old"}, {"weight_version": "old"}]
+
+    async def request(method: str, path: str, *_: Any, **__: Any) -> Any:
+        await asyncio.sleep(0)
+        if not path.endswith("/weight_info"):
+            return {"choices": [choice]}
+        if isinstance(found := labels.pop(0), Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(engine.http, "request", request)
+    engine.http.disconnections = 1
+    sample = functools.partial(engine.sample, [1], af.Sampling(max_tokens=1), 0)
+    await errors.check(sample, af.errors.EngineError, "503")
+    found = await asyncio.gather(sample(), sample(), return_exceptions=True)
+    assert all("the server was restarted" in str(error) for error in found), found

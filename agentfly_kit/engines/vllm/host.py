@@ -71,6 +71,8 @@ class Host:
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._started.add_done_callback(lambda up: up.cancelled() or up.exception())
         self._waiting = 0
+        # Held while a request is submitted, so that none is submitted after `_shut_down` has begun.
+        self._submitting, self._ended = threading.Lock(), False
         self._stopping = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="agentfly-vllm", daemon=True)
         self._thread.start()
@@ -109,11 +111,11 @@ class Host:
             EngineError: If vLLM fails, or is stopped while the coroutine runs.
         """
         request = make()
-        try:
+        with self._submitting:
+            if self._ended:
+                request.close()
+                raise EngineError("this VLLMEngine was closed; call await engine.start() to restart it")
             running = asyncio.run_coroutine_threadsafe(request, self._loop)
-        except RuntimeError as error:
-            request.close()
-            raise EngineError("this VLLMEngine was closed; call await engine.start() to restart it") from error
         try:
             return await asyncio.wrap_future(running)
         except asyncio.CancelledError:
@@ -283,7 +285,12 @@ class Host:
 
     def _shut_down(self) -> None:
         llm = self._llm
+        with self._submitting:
+            self._ended = True
         try:
+            self._loop.run_until_complete(
+                asyncio.sleep(0)
+            )  # begins the requests submitted so far, which are cancelled
             tasks = asyncio.all_tasks(self._loop)
             for task in tasks:
                 task.cancel()

@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import urlsplit
 
+from agentfly_kit._async.pending_call import wait_all
 from agentfly_kit.engines.http import SERVE_COMMAND, Refused
 from agentfly_kit.engines.vllm.weight_transfer import TRANSFER_CONFIG, WeightFile, check_architecture, serve_file
 from agentfly_kit.errors import EngineError
@@ -135,9 +136,15 @@ class _Server:
         except BaseException:
             # A paused server would block its other clients.
             with contextlib.suppress(EngineError):  # the first error is reported
-                await self._request("/resume")
+                await self._resume(retries=0)
             raise
-        await self._request("/resume", retries=None)
+        await self._resume(retries=None)
+
+    async def _resume(self, retries: int | None) -> None:
+        """Resume the server. A cancellation takes effect afterwards."""
+        resuming = asyncio.ensure_future(self._request("/resume", retries=retries))
+        await wait_all([resuming])
+        await resuming
 
     async def _replace(self, weights: WeightFile) -> None:
         label = f"{weights.version}-{secrets.token_hex(4)}"
@@ -163,7 +170,7 @@ class _Server:
         engine = self.engine
         engine._label, engine._version = label, weights.version
         engine._update_failure = ""
-        engine.http.disconnected = False
+        engine._verified = engine.http.disconnections
 
 
 def _is_loopback(host: str) -> bool:
