@@ -1,6 +1,7 @@
 """The wheel matches the tree, four files agree on requirements, and the package runs from an empty folder."""
 
 import ast
+import contextlib
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+import urllib.error
 import urllib.request
 import zipfile
 from collections.abc import Callable
@@ -163,9 +165,18 @@ def test_one_command_opens_the_course_from_an_empty_folder(installed: Path, tmp_
     try:
         waiting.blocking_until(address)
         url, token = address().groups()
-        with urllib.request.urlopen(f"{url}/api/contents/index.ipynb?token={token}") as reply:
-            found = json.load(reply)
-        assert (found["type"], found["writable"]) == ("notebook", True)
+        replies: list[Any] = []
+
+        def answers() -> bool:
+            """Ask for the index. The server prints its address before it accepts connections."""
+            assert server.poll() is None, (tmp_path / "log").read_text()
+            with contextlib.suppress(urllib.error.URLError):
+                with urllib.request.urlopen(f"{url}/api/contents/index.ipynb?token={token}") as reply:
+                    replies.append(json.load(reply))
+            return bool(replies)
+
+        waiting.blocking_until(answers)
+        assert (replies[0]["type"], replies[0]["writable"]) == ("notebook", True)
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(waiting.GUARD)
