@@ -62,8 +62,11 @@ def masked_states(
         masks[kind] = mask
     # Models without layer types take one mask; others take one per type unless all layers have full attention.
     mapped = getattr(config, "layer_types", None) and masks.keys() not in ({"full_attention"}, {"linear_attention"})
-    # Models without any attention name this parameter differently.
-    options["cache_params" if masks.keys() == {"linear_attention"} else "past_key_values"] = cache
+    if cache is not None:
+        # Transformers before 5.24 uses the first two names, the second one for models without attention.
+        accepted = inspect.signature(decoder.forward).parameters
+        name = next((name for name in ("past_key_values", "cache_params") if name in accepted), "cache")
+        options[name] = cache
     return decoder(
         attention_mask=masks if mapped else next(iter(masks.values())),
         use_cache=False,

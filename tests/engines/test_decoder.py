@@ -168,11 +168,13 @@ def test_attention_does_not_repeat_the_keys_of_grouped_heads(family: str) -> Non
     ids = torch.randint(0, 90, (8, 42), generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = states(repeating)
-        assert set(seen) == {4}, "transformers no longer repeats the keys; remove shared_keys"
+        assert 4 in seen, "transformers no longer repeats the keys; remove shared_keys"
         seen.clear()
         found = states(lambda *given: _modules_forward(trunk)(*given, 0))
     assert set(seen) == {2}
-    assert torch.equal(found, expected)
+    # For single tokens, transformers repeats no keys from 5.24 on, and rounds differently.
+    assert torch.equal(found[:, :40], expected[:, :40])
+    assert_close(found, expected)
     assert trunk.config._attn_implementation == "sdpa"
 
 

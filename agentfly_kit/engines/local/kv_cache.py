@@ -247,6 +247,18 @@ class KVCache:
         """Return False before the first forward pass. The states of later new rows are zeros."""
         return self.is_recurrent
 
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the last inputs of a convolution, (R rows, d, C tokens), or None before the first forward pass."""
+        return self.layers[layer_idx].conv_states.get(state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
+        """Return the state of linear attention in each of R rows, (R, ...), or None before the first forward pass."""
+        return self.layers[layer_idx].recurrent_states.get(state_idx)
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """Return False, because no layer keeps states of earlier tokens."""
+        return False
+
     def update_conv_state(
         self,
         conv_states: Tensor,
