@@ -2,8 +2,12 @@
 
 Layouts, by the columns of a row:
 
-messages              OpenAI, and Anthropic, whose content consists of blocks; the column "system" is the system message
+messages              OpenAI, ART, and Anthropic, whose content consists of blocks; the column "system" is the system
+                      message
+messages_and_choices  ART before it wrote Parquet files; a row with "trajectories" is a group of them
 conversations         ShareGPT, with "from" and "value"
+segments              AgentFly: one conversation for each context that the agent had
+name, value           an event of AgentFly's JSONL monitor, whose value is the JSON of segments
 samples               a JSON log of Inspect, with one conversation and its scores per sample
 """
 
@@ -12,8 +16,10 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+from agentfly_kit import task_files
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import AgentFlyError, TaskError
 from agentfly_kit.integrations.html import is_number
@@ -29,20 +35,67 @@ _BLOCKS = {"tool_use", "tool_result", "thinking", "reasoning", "redacted_thinkin
 _INSPECT_VALUES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 
 
-def conversation(columns: dict[str, Any], location: str) -> list[Any] | None:
-    """Remove the conversation from the columns of a row, and return its messages, or None if there is none."""
+def conversations(columns: dict[str, Any], location: str) -> list[list[Any]] | None:
+    """Remove the conversations from the columns of a row, and return the messages of each, or None if there is none.
+
+    Messages of ART have the key "trainable", which is True if the policy sampled them.
+    """
+    _unpack(columns)
+    segments: list[list[Any]] = []
     if isinstance(columns.get("conversations"), list):
-        messages = [_from_sharegpt(message, location) for message in columns.pop("conversations")]
+        segments = [[_from_sharegpt(message, location) for message in columns.pop("conversations")]]
+    elif isinstance(columns.get("messages_and_choices"), list):
+        segments = [[_from_choice(each) for each in columns.pop("messages_and_choices")]]
+    elif isinstance(columns.get("segments"), list):
+        segments = [list(segment) for segment in columns.pop("segments") if isinstance(segment, list)]
     elif isinstance(columns.get("messages"), list):
-        messages = []
-        for message in columns.pop("messages"):
-            messages += _without_blocks(message)
-    else:
+        segments = [columns.pop("messages")]
+    if not segments:
         return None
+    segments = [[m for message in segment for m in _without_blocks(message)] for segment in segments]
     if columns.get("system"):
         content = _join_blocks(columns.pop("system"))
-        messages.insert(0, {"role": "system", "content": content})
-    return messages
+        segments[0].insert(0, {"role": "system", "content": content})
+    return segments
+
+
+def art_trajectories(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each trajectory of a group of ART."""
+    for trajectory in columns["trajectories"]:
+        yield {**dict(trajectory), "group_metadata": columns.get("metadata")}
+
+
+def read_monitor(file: Path) -> Iterator[tuple[str, Any]]:
+    """Yield (location, row) for each chain in a file of AgentFly's JSONL monitor, with the chain's infos.
+
+    The monitor writes the infos of a chain, such as its reward, to a second file, in the same order.
+    """
+    others = file.with_name("agent-rollout-info.jsonl")
+    infos = dict(enumerate(row for _, row in task_files.read_rows(others))) if others.is_file() else {}
+    for number, (location, row) in enumerate(task_files.read_rows(file)):
+        if isinstance(row, Mapping) and isinstance(info := infos.get(number), Mapping):
+            row = {**row, "info": info.get("value")}
+        yield location, row
+
+
+def _unpack(columns: dict[str, Any]) -> None:
+    """Replace JSON texts and dicts of ART and AgentFly by columns of their own."""
+    if isinstance(columns.get("value"), str) and columns.pop("name", None) is not None:
+        value = json.loads(columns.pop("value"))
+        columns |= value if isinstance(value, dict) else {"segments": value}
+    for name in ("info", "metadata", "metrics", "reward"):
+        given = columns.get(name)
+        given = json.loads(given) if isinstance(given, str) and given.startswith("{") else given
+        if isinstance(given, dict):
+            del columns[name]
+            columns |= {key: value for key, value in given.items() if key not in columns}
+
+
+def _from_choice(given: Any) -> Any:
+    """Return the message of a choice, which ART records for messages that the policy sampled."""
+    if isinstance(given, Mapping) and isinstance(given.get("message"), Mapping):
+        return {**given["message"], "trainable": True}
+    return given
 
 
 def inspect_samples(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -139,16 +192,18 @@ def encoded(
             history = [m for t in out if t.row == row for m in t.messages]
             if turn.kind == "action":
                 ids = _action_ids(chat, history, turn, tools)
-            elif before is None or chat.needs_rerender(turn.messages):
-                _require_results(before, turn)
+            elif turn.kind == "prompt" or chat.needs_rerender(turn.messages):
+                if turn.kind == "observation":
+                    _require_results(before, turn)
+                    turn = replace(turn, kind="prompt", messages=(*history, *turn.messages))
                 row = row + 1 if before else 0
-                turn = replace(turn, kind="prompt", messages=(*history, *turn.messages))
                 ids = chat.prompt(turn.messages, tools)
             else:
                 _require_results(before, turn)
                 ids = ()
-                if i < len(turns) - 1:  # no engine receives the observation after the last action
-                    ids = chat.observation_ids(turn.messages, tools, after=before.ids or ())
+                # No engine receives the observation after the last action of a row.
+                if i + 1 < len(turns) and turns[i + 1].kind != "prompt":
+                    ids = chat.observation_ids(turn.messages, tools, after=(before and before.ids) or ())
             if ids:
                 turn = replace(turn, text=chat.text(ids), token_texts=chat.token_texts(ids))
             out.append(replace(turn, ids=ids, parent=before, row=row))

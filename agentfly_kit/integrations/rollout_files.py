@@ -2,22 +2,25 @@
 
 The columns of a row determine its layout:
 
-messages              message logs in the format of the OpenAI API or Anthropic's; see message_logs.py
-conversations         ShareGPT
-samples               JSON logs of Inspect
-prompt, completion    TRL (`log_completions=True`) and results.jsonl of verifiers before 0.2
-input, output         verl (`trainer.rollout_data_dir`)
-traces                traces.jsonl of verifiers, the only layout with token ids
+messages, conversations, segments, samples, ...
+                               logs of messages; see message_logs.py
+prompt, completion             TRL (`log_completions=True`) and results.jsonl of verifiers before 0.2
+input, output                  verl (`trainer.rollout_data_dir`)
+input_prompt, output_response  SkyRL (`trainer.dump_eval_results`)
+traces                         traces.jsonl of verifiers, with token ids
+prompt_ids, completion_ids     token ids of any program
 """
 
 from __future__ import annotations
 
 import json
 import math
+import operator
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -27,20 +30,38 @@ from agentfly_kit.agent.turns import with_calls
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.errors import TaskError
 from agentfly_kit.integrations.html import is_number
-from agentfly_kit.integrations.message_logs import conversation, encoded, inspect_samples
+from agentfly_kit.integrations.message_logs import (
+    art_trajectories,
+    conversations,
+    encoded,
+    inspect_samples,
+    read_monitor,
+)
 from agentfly_kit.seeds import digest
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn, text_of
 
+# File in which AgentFly's monitor writes the messages of chains.
+_MONITOR = "agent-rollout-trajectory.jsonl"
+# Columns with token ids by the names that programs use: prompt, completion, mask of sampled tokens, logprobs.
+_ID_COLUMNS = (
+    ("prompt_ids", "prompt_token_ids"),
+    ("completion_ids", "response_ids"),
+    ("completion_mask", "response_mask", "loss_mask"),
+    ("logprobs", "rollout_logprobs"),
+)
 # Columns that become neither metrics of a chain nor fields of its task.
-_OTHERS = {"step", "example_id", "id", "stop_condition", "is_completed", "is_truncated", "error", "metrics", "timing"}
+_OTHERS = {
+    "step", "example_id", "id", "stop_condition", "stop_reason", "finish_reason", "is_completed", "is_truncated",
+    "error", "metrics", "timing",
+}  # fmt: skip
 
 
 def read_rollouts(
     source: Any, *, reward: str | Sequence[str] | None = None, chat: Chat | None = None, tools: Any = ()
 ) -> Rollout:
-    """Read rollouts saved by TRL, verifiers or verl, or a log of messages, for display, analysis or imitation.
+    """Read rollouts saved by another project, or a log of messages, for display, analysis or imitation.
 
     With `chat`, messages are encoded as an agent with this chat would, so that `af.imitate` can train on their actions.
     Otherwise, trajectories without token ids can be shown in `TrajectoryView`, but not in `TokenView`, and cannot be
@@ -49,8 +70,11 @@ def read_rollouts(
     Args:
         source: A .parquet, .jsonl, .json or .csv file, a folder of .parquet or .jsonl files, or rows in memory: a
             DataFrame, a `datasets.Dataset` or a list of dicts. A row has the columns "prompt" and "completion" (TRL,
-            verifiers), "input" and "output" (verl), "messages" (OpenAI, Anthropic), "conversations" (ShareGPT),
-            "samples" (Inspect) or "traces" (verifiers). The column "tools" contains the tool schemas.
+            verifiers), "input" and "output" (verl), "input_prompt" and "output_response" (SkyRL), "messages" (OpenAI,
+            Anthropic, ART), "conversations" (ShareGPT), "segments" (AgentFly), "samples" (Inspect), "traces"
+            (verifiers), or token ids: "prompt_ids" and "completion_ids", optionally with "completion_mask" (1 at
+            sampled tokens) and "logprobs", of the same length as "completion_ids". The column "tools" contains the tool
+            schemas.
         reward: Column, or columns whose sum is the reward. By default, the reward is the column "reward" or "score". In
             a verifiers trace, it is the weighted sum of the rewards; in a TRL table, which contains no weights, it is
             the sum of all numbers between "completion" and "advantage". Other numbers become metrics, and other values
@@ -68,10 +92,16 @@ def read_rollouts(
     schemas = (tools if isinstance(tools, ToolSet) else ToolSet(tools)).schemas
     count: Counter[str] = Counter()
     for location, row in _rows(source):
-        for record in _records(row, location):
-            t = _trajectory(record, names, location, chat, schemas)
-            chains.append(replace(t, id=f"{t.group}/{count[t.group]}", chain=count[t.group]))
-            count[t.group] += 1
+        try:
+            for record in _records(row, location, chat):
+                t = _trajectory(record, names, location, chat, schemas)
+                chains.append(replace(t, id=f"{t.group}/{count[t.group]}", chain=count[t.group]))
+                count[t.group] += 1
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
+            if isinstance(error, TaskError):
+                raise
+            what = f"{type(error).__name__}: {error}"
+            raise TaskError(f"{location}: the row is damaged or has an unsupported layout ({what})") from None
     if not chains:
         raise TaskError("source must have at least one row, got none")
     return Rollout.from_trajectories(chains)
@@ -82,6 +112,9 @@ def _rows(source: Any) -> Iterator[tuple[str, Any]]:
         yield from task_files.locate_rows(source, "rows")
         return
     path = Path(source).expanduser()
+    if path.name == _MONITOR or (path / _MONITOR).is_file():
+        yield from read_monitor(path if path.name == _MONITOR else path / _MONITOR)
+        return
     if not path.is_dir():
         if not path.is_file():
             raise TaskError(f"{path}: no such file or folder")
@@ -95,7 +128,8 @@ def _rows(source: Any) -> Iterator[tuple[str, Any]]:
     if not files:
         raise TaskError(f"{path} must contain .parquet or .jsonl files, got none")
     for file in files:
-        yield from task_files.read_rows(file)
+        if file.name != "aggregated_results.jsonl":  # means of a SkyRL evaluation
+            yield from task_files.read_rows(file)
 
 
 # --- layouts -------------------------------------------------------------------------------------
@@ -126,30 +160,29 @@ class _Record:
     encodable: bool = False
 
 
-def _records(row: Any, location: str) -> Iterator[_Record]:
+def _records(row: Any, location: str, chat: Chat | None) -> Iterator[_Record]:
     if not isinstance(row, Mapping):
         raise TaskError(f"{location}: a row must be an object, got {row!r:.60}")
     columns = {str(name): task_files.to_python(value) for name, value in row.items()}
     reward: tuple[str, ...] = tuple(name for name in ("reward", "score") if name in columns)[:1]
     if isinstance(columns.get("traces"), list):
         for trace in columns["traces"]:
-            try:
-                yield _trace(trace, columns)
-            except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-                what = f"{type(error).__name__}: {error}"
-                raise TaskError(
-                    f"{location}: the verifiers trace is damaged or has an unsupported version ({what})"
-                ) from None
+            yield _trace(trace, columns)
         return
     if isinstance(columns.get("samples"), list):
-        try:
-            samples = list(inspect_samples(columns))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise TaskError(f"{location}: the log of Inspect is damaged ({type(error).__name__}: {error})") from None
-        for sample in samples:
-            yield from _records(sample, location)
+        for sample in inspect_samples(columns):
+            yield from _records(sample, location, chat)
+        return
+    if isinstance(columns.get("trajectories"), list):
+        for trajectory in art_trajectories(columns):
+            yield from _records(trajectory, location, chat)
+        return
+    if (nodes := _with_ids(columns, location, chat)) is not None:
+        ids = [token for node in nodes if not node.action for token in node.ids or ()]
+        yield _Record([nodes], columns, _row_name(columns) or digest(json.dumps(ids), size=6), reward, {}, {})
         return
     encodable = isinstance(columns.get("prompt"), list)
+    segments: list[list[Any]] | None = None
     if "prompt" in columns and "completion" in columns:
         names = list(columns)
         if "advantage" in names:
@@ -159,20 +192,72 @@ def _records(row: Any, location: str) -> Iterator[_Record]:
     elif "input" in columns and "output" in columns:
         prompt, completion = columns.pop("input"), columns.pop("output")
         columns["answer"] = columns.pop("gts", None)
-    elif (messages := conversation(columns, location)) is not None:
+    elif "input_prompt" in columns and "output_response" in columns:
+        prompt, completion = columns.pop("input_prompt"), columns.pop("output_response")
+        if isinstance(columns.get("score"), list):  # one reward per token
+            columns["score"] = math.fsum(columns["score"])
+    elif (segments := conversations(columns, location)) is not None:
         encodable = True
-        first = next((i for i, message in enumerate(messages) if _get(message, "role") == "assistant"), len(messages))
-        prompt, completion = messages[:first], messages[first:]
+        if "reward" in columns:  # AgentFly records it among other values
+            reward = ("reward",)
     else:
         raise TaskError(
             f"{location}: a row must have the columns 'prompt' and 'completion' (TRL, verifiers), 'input' and 'output' "
-            "(verl), 'messages', 'conversations', 'samples' or 'traces' (verifiers), got "
+            "(verl), 'input_prompt' and 'output_response' (SkyRL), 'messages', 'conversations', 'segments' (AgentFly), "
+            "'samples' (Inspect), 'traces' (verifiers), or 'prompt_ids' and 'completion_ids', got "
             f"{', '.join(columns) or 'none'}"
         )
-    nodes = [_Node(message, False) for message in _as_messages(prompt, "user", location)]
-    nodes += [_Node(m, m["role"] == "assistant") for m in _as_messages(completion or [], "assistant", location)]
-    task = next((str(columns[name]) for name in ("example_id", "id") if columns.get(name) is not None), "")
-    yield _Record([nodes], columns, task, reward, {}, {}, encodable=encodable)
+    if segments is None:
+        nodes = [_Node(message, False) for message in _as_messages(prompt, "user", location)]
+        nodes += [_Node(m, m["role"] == "assistant") for m in _as_messages(completion or [], "assistant", location)]
+        rows = [nodes]
+    else:
+        rows = _with_new_actions([_as_messages(segment, "user", location) for segment in segments])
+    yield _Record(rows, columns, _row_name(columns), reward, {}, {}, encodable=encodable)
+
+
+def _row_name(columns: Mapping[str, Any]) -> str:
+    return next((str(columns[name]) for name in ("example_id", "id") if columns.get(name) is not None), "")
+
+
+def _with_new_actions(segments: Sequence[Sequence[Message]]) -> list[list[_Node]]:
+    """Return the nodes of conversations, in which a message of the assistant is an action where it appears first."""
+    marked = any(message.get("trainable") for segment in segments for message in segment)
+    known: list[Message] = []
+    rows = []
+    for segment in segments:
+        rows.append(
+            [
+                _Node(m, m["role"] == "assistant" and m not in known and (not marked or bool(m.get("trainable"))))
+                for m in segment
+            ]
+        )
+        known += segment
+    return rows
+
+
+def _with_ids(columns: dict[str, Any], location: str, chat: Chat | None) -> list[_Node] | None:
+    """Remove the columns with token ids, and return the prompt and each part of the completion, or None."""
+    names = [next((name for name in names if columns.get(name) is not None), "") for names in _ID_COLUMNS]
+    if not names[0] or not names[1]:
+        return None
+    prompt, ids, mask, logprobs = (columns.pop(name, None) for name in names)
+    if any(mask is not None and (not isinstance(mask, list) or len(mask) != len(ids)) for mask in (mask, logprobs)):
+        raise TaskError(
+            f"{location}: {names[2]} and {names[3]} must have one entry per id of {names[1]} ({len(ids)})"
+        )
+
+    nodes: list[_Node] = []
+    start = -len(prompt)  # in the completion
+    for sampled, run in groupby([0] * len(prompt) + (mask or [1] * len(ids)), bool):
+        end = start + len(list(run))
+        part = tuple(map(operator.index, [*prompt, *ids][start + len(prompt) : end + len(prompt)]))
+        role = "assistant" if sampled else "tool" if nodes else "user"
+        text = f"[{len(part)} token ids]" if chat is None else chat.text(part)
+        given = tuple(map(float, logprobs[start:end])) if sampled and logprobs is not None else ()
+        nodes.append(_Node({"role": role, "content": text}, sampled, part, len(part) * sampled, given))
+        start = end
+    return nodes
 
 
 def _trace(trace: Any, episode: Mapping[str, Any]) -> _Record:
@@ -299,12 +384,13 @@ def _failure(error: Any) -> Failure:
 
 
 def _stop(columns: Mapping[str, Any]) -> str:
-    condition = str(columns.get("stop_condition"))
+    names = ("stop_condition", "stop_reason", "finish_reason")
+    condition = str(next((columns[name] for name in names if columns.get(name)), ""))
     if columns.get("error") is not None:
         return "error"
     if condition.startswith("max_turns"):
         return "max_turns"
-    if columns.get("is_truncated") or condition.startswith("max_"):
+    if columns.get("is_truncated") or condition == "length" or condition.startswith("max_"):
         return "chain_tokens"
     return "timeout" if condition.endswith("timeout") else "answered"
 
@@ -338,6 +424,7 @@ def _turns(nodes: Sequence[_Node], author: str, chat: Chat | None) -> Iterator[T
         message, calls = _message(node.message)
         sampled = None if node.ids is None else node.ids[len(node.ids) - node.sampled :]
         exact: dict[str, Any] = {"sampled": True, "logprobs": node.logprobs, "versions": (0,) * node.sampled}
+        exact = exact if node.logprobs else {}  # without logprobs, the ids can be shown and imitated
         yield Turn(
             "action", author, messages=(message,), tool_calls=calls,
             **_text(chat, sampled, [message]), **(exact if sampled else {}),
@@ -362,7 +449,8 @@ def _message(given: Mapping[str, Any]) -> tuple[Message, tuple[ToolCall, ...]]:
     message |= {name: given[name] for name in ("tool_call_id", "name") if given.get(name)}
     if given.get("reasoning_content"):
         message["thinking"] = str(given["reasoning_content"])
-    calls = tuple(_call(call, i) for i, call in enumerate(given.get("tool_calls") or ()))
+    made = given.get("tool_calls") or ()
+    calls = tuple(_call(call, i) for i, call in enumerate(_parsed(made) or ()))
     return with_calls(message, calls), calls
 
 

@@ -135,8 +135,8 @@ class Pretraining:
         """Draw scenes and return the features of their cells, (B, 9, d)."""
         pixels = np.stack([np.asarray(shapes.draw(scene, self.rng), np.float32) for scene in scenes]) / 127.5 - 1
         inputs = torch.from_numpy(pixels.transpose(0, 3, 1, 2)[:, None].copy())
-        features: Tensor = self.model.get_image_features(inputs, return_dict=True).pooler_output
-        return features
+        # A tensor, or from transformers 5.24 on a tuple of one tensor per image.
+        return torch.stack([*self.model.get_image_features(inputs, return_dict=True).pooler_output])
 
     def alignment_loss(self, scenes: Sequence[Sequence[Shape]], features: Tensor) -> Tensor:
         """Return the cross-entropy of the three words of each cell, given the product of its feature and embeddings."""

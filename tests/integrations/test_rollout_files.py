@@ -1,7 +1,8 @@
-"""Rollouts of other projects: files written by verifiers (in `recorded/`), the documented layout of verl, and messages.
+"""Rollouts of other projects: files written by verifiers and ART (in `recorded/`), layouts of others, and messages.
 
 `recorded/` holds files that verifiers 0.1.14 (`save_outputs`) and 0.4.0 (`write_episode`) wrote from states and traces
-with the tokens of a calculator chain. A table that TRL writes is in test_trl.py.
+with the tokens of a calculator chain, and that ART 0.5.18 (`write_trajectory_groups_parquet`) wrote from two chains. A
+table that TRL writes is in test_trl.py. Files of verl, SkyRL and AgentFly have the layout that their sources write.
 """
 
 import json
@@ -101,6 +102,80 @@ def test_message_logs(tmp_path: Path) -> None:
     ]
     again = af.Rollout.load(af.read_rollouts(path).save(tmp_path / "rollout.jsonl"))
     assert again[0].messages == t.messages
+
+
+def test_files_of_art() -> None:
+    one, two = rollout = af.read_rollouts(RECORDED / "art-0.5.18.parquet", chat=chat())
+    assert [group.id for group in rollout.groups] == [one.group] and one.metrics["level"] == 2
+    assert (one.reward, one.metrics["exact"], one.final) == (1.0, 1.0, "16")
+    assert [str(call) for call in one.tool_calls] == ["ToolCall(calculator(expression='9+7') -> '16')"]
+    # A message that the policy did not sample is no action, although its role is that of the assistant.
+    assert [turn.kind for turn in two.turns] == ["prompt", "action", "observation", "action"]
+    assert [message["content"] for message in two.turns[2].messages] == ["Let me think.", "Sure?"]
+    old = {"messages_and_choices": [QUESTION, {"finish_reason": "stop", "index": 0, "message": ANSWER}]}
+    group = {"trajectories": [{**old, "reward": reward, "metrics": {}} for reward in (0, 1)], "metadata": {}}
+    rollout = af.read_rollouts([group], chat=chat())
+    assert [(t.reward, t.final) for t in rollout] == [(0.0, "5"), (1.0, "5")] and len(rollout.groups) == 1
+
+
+def test_files_of_skyrl(tmp_path: Path) -> None:
+    row = {
+        "input_prompt": "<|im_start|>user\n2+3?",
+        "output_response": "5",
+        "score": [0.0, 1.0],
+        "stop_reason": "length",
+    }
+    (tmp_path / "gsm8k.jsonl").write_text(json.dumps({**row, "env_extras": {"answer": "5"}, "data_source": "gsm8k"}))
+    (tmp_path / "aggregated_results.jsonl").write_text(json.dumps({"eval/gsm8k/pass_at_1": 1.0}))
+    (t,) = af.read_rollouts(tmp_path)
+    assert (t.reward, t.turns[-1].text, t.stop) == (1.0, "5", "chain_tokens")
+    assert t.task.fields["env_extras"] == {"answer": "5"}
+
+
+def test_files_of_the_monitor_of_agentfly(tmp_path: Path) -> None:
+    """The agent of the second chain replaced its context by a summary, so the chain has two conversations."""
+    summary = {"role": "tool", "tool_call_id": "a", "content": "2+3 is 5"}
+    chains = [[[QUESTION, ANSWER]], [OPENAI[:2], [QUESTION, OPENAI[1], summary, ANSWER]]]
+    infos = [{"reward": 0.5, "finish_reason": "terminal"}, {"reward": {"reward": 1.0, "f1": 0.25}, "answer": "5"}]
+    for name, values in (("trajectory", chains), ("info", infos)):
+        event = {"kind": "text", "name": f"agent/rollout/{name}", "x": 0, "x_name": "agent/rollout/step"}
+        lines = [json.dumps({**event, "value": json.dumps(value, indent=2)}) for value in values]
+        (tmp_path / f"agent-rollout-{name}.jsonl").write_text("\n".join(lines))
+    one, two = af.read_rollouts(tmp_path, chat=chat(), tools=[calculator])
+    assert (one.reward, one.final, len(one.rows)) == (0.5, "5", 1)
+    assert (two.reward, two.metrics["f1"], two.task.fields["answer"]) == (1.0, 0.25, "5")
+    assert [(turn.kind, turn.row) for turn in two.turns] == [
+        ("prompt", 0),
+        ("action", 0),
+        ("prompt", 1),
+        ("action", 1),
+    ]
+    batch = af.collate([two], imitate=True)
+    assert [chat().text(row[mask].tolist()) for row, mask in zip(batch.ids, batch.mask, strict=True)] == [
+        f"{TEXT}<|im_end|>",
+        "5<|im_end|>",
+    ]
+
+
+def test_rows_of_token_ids() -> None:
+    """With logprobs, they can be trained on like the chain from which they were made; without, they can be imitated."""
+    prompt, action, seen, answer = (chat().encode(text) for text in ("2+3?", "add", "5", "five"))
+    row = {"prompt_token_ids": prompt, "response_ids": [*action, *seen, *answer], "reward": 1}
+    mask = [1] * len(action) + [0] * len(seen) + [1] * len(answer)
+    exact = {**row, "loss_mask": mask, "rollout_logprobs": [-0.5] * len(mask)}
+    (t,) = trained = af.read_rollouts([exact], chat=chat())
+    assert t.ids.tolist() == [*prompt, *action, *seen, *answer] and t.task.messages[0]["content"] == "2+3?"
+    assert [turn.kind for turn in t.turns] == ["prompt", "action", "observation", "action"]
+    batch = af.collate(trained, [1.0])
+    assert batch.mask[0, len(prompt) :].int().tolist() == mask and set(t.logprobs[t.action_mask].tolist()) == {-0.5}
+    (t,) = shown = af.read_rollouts([row])
+    assert t.final == f"[{len(mask)} token ids]" and not t.action_mask.any()
+    assert af.collate(shown, imitate=True).mask.sum() == len(mask)
+    errors.check(
+        lambda: af.read_rollouts([{**exact, "loss_mask": [1]}]),
+        af.errors.TaskError,
+        f"row 0: loss_mask and rollout_logprobs must have one entry per id of response_ids ({len(mask)})",
+    )
 
 
 def test_tables_in_memory_and_rewards() -> None:
