@@ -177,9 +177,8 @@ async def test_a_cut_text_ends_the_chain_as_a_turn_that_was_cut(server: Server, 
 
 
 @pytest.mark.parametrize(
-    "fault", [429, 500, 503, ConnectionError(), EOFError(), Slow(GUARD)],
-    ids=["429", "500", "503", "reset", "cut", "slow"],
-)  # fmt: skip
+    "fault", [408, 409, 425, 429, 500, 502, 503, 504, 529, ConnectionError(), EOFError(), Slow(GUARD)], ids=repr
+)
 async def test_a_fault_that_passes_is_tried_again(server: Server, engine: Connect, fault: Any) -> None:
     def say(path: str, body: dict[str, Any]) -> Any:
         if len(server.got) > 2:
