@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import atexit
+import contextlib
 import json
 import os
 import shutil
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +57,13 @@ def missing() -> str | None:
     return None
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+@contextlib.contextmanager
+def held_port() -> Iterator[int]:
+    """Hold a port for a server, at which only sockets with SO_REUSEADDR can listen, as those of servers."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        yield holder.getsockname()[1]
 
 
 def expect(locator: Any) -> Any:
@@ -85,7 +90,7 @@ class Lab:
         self.server = subprocess.Popen(
             [
                 sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1",
-                f"--port={free_port()}",  # if it is taken meanwhile, the server takes another
+                "--port=0",  # any free one
                 "--IdentityProvider.token=", "--ServerApp.password=",
                 f"--ServerApp.root_dir={self.root}", "--LabApp.expose_app_in_browser=True",
                 "--LabApp.extension_manager=readonly", f"--LabApp.app_settings_dir={settings}",

@@ -129,6 +129,11 @@ def test_calls_that_do_not_parse() -> None:
     )
     assert found[0].name == "unparsed_calls" and found[0].number == 0.5
     assert "12 of 24 tool calls could not be run; most often: 'the tool call is not valid JSON'" in found[0].sentence
+    # Calls that were run but failed, because of the tool and of the model.
+    for name, error in (("failing_tools", af.Failure("tool", "KeyError", "'x'", "")), ("rejected_calls", None)):
+        failed = af.ToolCall("c", "add", {}, af.ToolResult(False, "no such x", error=error))
+        found = af.diagnose(rollout(*(trajectory(f"t{i}", i % 2, calls=(failed,)) for i in range(4))))
+        assert name in names(found) and "4 of 4 tool calls" in found[names(found).index(name)].sentence, found
     # Calls in another format are taken for answers.
     tools = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
     chains = [trajectory(f"t{i}", 0.0, text='<tool_call>{"name": "add"}', tools=tools) for i in range(4)]

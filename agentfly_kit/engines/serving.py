@@ -94,22 +94,23 @@ class VLLMServer(Displayable):
         Raises:
             EngineError: If the server does not start; the message contains the end of its log and possible remedies.
         """
-        if self.pid is None:
-            self._ready = False
-            if self.port == 0:
-                with socket.socket() as free:
-                    free.bind(("127.0.0.1", 0))
-                    self.port = free.getsockname()[1]
-            self._spawn()
-        try:
-            while not self._ready:
-                if self.pid is None:
-                    raise EngineError(f"the vLLM server did not start. {advice(self.log)}")
-                await asyncio.sleep(_POLL_SECONDS)
-                self._ready = await asyncio.to_thread(_answers, self.port)
-        except BaseException:
-            _kill(self._process)
-            raise
+        with socket.socket() as holder:  # holds a free port until the server, which sets SO_REUSEADDR too, listens
+            if self.pid is None:
+                self._ready = False
+                if self.port == 0:
+                    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                    holder.bind(("127.0.0.1", 0))
+                    self.port = holder.getsockname()[1]
+                self._spawn()
+            try:
+                while not self._ready:
+                    if self.pid is None:
+                        raise EngineError(f"the vLLM server did not start. {advice(self.log)}")
+                    await asyncio.sleep(_POLL_SECONDS)
+                    self._ready = await asyncio.to_thread(_answers, self.port)
+            except BaseException:
+                _kill(self._process)
+                raise
         return self
 
     def _spawn(self) -> None:

@@ -213,6 +213,13 @@ async def test_returning_nothing_means_the_last_action_and_other_values_become_t
     t = await run_one(number, ["no"])
     assert (t.final, t.reward, t.turns[-1].author, t.turns[-1].ids) == ("5", 1.0, "harness", ())
 
+    async def neither(endpoint: af.Endpoint) -> object:
+        await endpoint.chat([{"role": "user", "content": "a"}])
+        return object()
+
+    t = await run_one(neither, ["no"])
+    assert (t.stop, t.final) == ("harness_failed", None) and t.error is not None and "object" in t.error.message
+
 
 async def test_a_hanging_harness_ends_with_the_time_limit_and_leaves_nothing() -> None:
     async def hanging(endpoint: af.Endpoint) -> str:

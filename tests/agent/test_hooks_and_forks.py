@@ -121,8 +121,10 @@ async def test_forks_do_not_wait_for_sandboxes_of_their_siblings(max_concurrency
 
 
 class SlowReset(ForkingBox):
+    may_end = asyncio.Event()
+
     async def reset(self) -> None:
-        await asyncio.sleep(0.2)
+        await self.may_end.wait()
         await super().reset()
 
 
@@ -147,8 +149,13 @@ async def test_fork_waits_for_a_sandbox_that_another_chain_gets_first() -> None:
             await until(lambda: lease.released)
             return 1
 
+        async def reset_when_both_wait() -> None:
+            await until(lambda: pool.snapshot().waiting == 2)
+            SlowReset.may_end.set()
+
         a = scripted([put_call("x", "put_slowly"), "6"], tools=[put_slowly], pools=[pool], after_observation=hook)
-        rollout = await asyncio.wait_for(a.rollout(TASKS[:2]), GUARD)
+        run = asyncio.gather(a.rollout(TASKS[:2]), reset_when_both_wait())
+        rollout, _ = await asyncio.wait_for(run, GUARD)
     assert rollout.summary()["forks"] == 1
     assert [t.reward for t in rollout] == [1, 1, 1]
 

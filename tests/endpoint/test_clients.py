@@ -42,6 +42,23 @@ async def with_responses(question: str, endpoint: af.Endpoint) -> str:
             items.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
 
 
+async def with_streamed_responses(question: str, endpoint: af.Endpoint) -> str:
+    tools = [{"type": "function", **function} for function in FUNCTIONS]
+    items: list[Any] = [{"role": "user", "content": question}]
+    while True:
+        create = endpoint.client.responses.create
+        stream = await create(model="policy", input=items, tools=tools, stream=True)
+        events = [event async for event in stream]
+        items += [event.item for event in events if event.type == "response.output_item.done"]
+        made = [event for event in events if event.type == "response.function_call_arguments.done"]
+        if not made:
+            return str(events[-1].response.output_text)
+        calls = {item.id: item.call_id for item in items[-len(made) :]}
+        for call in made:
+            output = await run_tool(call.name, json.loads(call.arguments))
+            items.append({"type": "function_call_output", "call_id": calls[call.item_id], "output": output})
+
+
 async def with_messages(question: str, endpoint: af.Endpoint) -> str:
     client: Any = anthropic.AsyncAnthropic(api_key="-", http_client=endpoint.http_client)
     tools = [{**f, "input_schema": f["parameters"]} for f in FUNCTIONS]
@@ -62,10 +79,10 @@ async def with_messages(question: str, endpoint: af.Endpoint) -> str:
 async def test_all_clients_give_the_same_tokens() -> None:
     given = [task_with_question(task) for task in tasks(16)]
     runs = []
-    for harness in (solve, with_chat, with_responses, with_messages):
+    for harness in (solve, with_chat, with_responses, with_streamed_responses, with_messages):
         rollout = await harnessed(harness).rollout(given, 2)
         chains = [([row.ids.tolist() for row in t.rows], [turn.logprobs for turn in t.actions]) for t in rollout]
         runs.append([(*chain, t.seed, t.stop, t.final) for chain, t in zip(chains, rollout, strict=True)])
-    assert runs[1:] == runs[:1] * 3 and len(runs[0]) == 32
+    assert runs[1:] == runs[:1] * 4 and len(runs[0]) == 32
     assert {len(rows) for rows, *_ in runs[0]} == {1}
     assert any(len(logprobs) > 1 for _, logprobs, *_ in runs[0]), "no chain called a tool"

@@ -177,16 +177,19 @@ async def test_a_cut_text_ends_the_chain_as_a_turn_that_was_cut(server: Server, 
 
 
 @pytest.mark.parametrize(
-    "fault", [429, 500, 503, ConnectionError(), EOFError(), Slow(GUARD)],
-    ids=["429", "500", "503", "reset", "cut", "slow"],
-)  # fmt: skip
+    "fault", [408, 409, 425, 429, 500, 502, 503, 504, 529, ConnectionError(), EOFError(), Slow(GUARD)], ids=repr
+)
 async def test_a_fault_that_passes_is_tried_again(server: Server, engine: Connect, fault: Any) -> None:
     def say(path: str, body: dict[str, Any]) -> Any:
         if len(server.got) > 2:
             return chat("42")
         if isinstance(fault, Exception):
             raise fault
-        return fault, {"error": {"message": "busy"}}, {"Retry-After": "0"}
+        return (
+            fault,
+            {"error": {"message": "busy"}},
+            {"Retry-After": "0" if fault != 503 else "Fri, 31 Dec 1999 23:59:59 GMT"},
+        )
 
     server.answer = say
     # The timeout applies to the third attempt too, which a slow machine may need to repeat.
@@ -211,6 +214,9 @@ async def test_a_fault_that_stays_ends_that_chain_alone(server: Server, engine: 
 
 
 async def test_a_refusal_is_not_tried_again(server: Server, engine: Connect) -> None:
+    server.answer = lambda path, body: (401, b"<html>wrong key", {})
+    assert "401 <html>wrong key" in str((await first(engine())).error)
+    server.got.clear()
     server.answer = lambda path, body: (401, {"error": {"message": "wrong key"}}, {})
     model = engine()
     trajectory = await first(model)

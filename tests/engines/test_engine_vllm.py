@@ -585,19 +585,18 @@ def test_a_killed_notebook_leaves_no_process(tmp_path: Path) -> None:
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[tuple[str, af.Policy]]:
     """Start vLLM's server on loopback; yield its URL and policy."""
-    policy, port = agents.fresh(), browser.free_port()
+    policy = agents.fresh()
     folder = policy.save(tmp_path / "policy")
     command = (
         f"-m vllm.entrypoints.openai.api_server --model {folder} --served-model-name tiny --host 127.0.0.1 "
-        f"--port {port} --logprobs-mode processed_logprobs --generation-config vllm --dtype float32 --enforce-eager "
-        "--max-num-seqs 64 --kv-cache-memory-bytes 134217728 "
-        "--enable-auto-tool-choice --tool-call-parser hermes"
+        "--logprobs-mode processed_logprobs --generation-config vllm --dtype float32 --enforce-eager --max-num-seqs 64 "
+        "--kv-cache-memory-bytes 134217728 --enable-auto-tool-choice --tool-call-parser hermes --port"
     )
     environment = os.environ | {"VLLM_NO_USAGE_STATS": "1"}
     log = tmp_path / "server.log"
-    with log.open("wb") as out:
+    with log.open("wb") as out, browser.held_port() as port:
         process = subprocess.Popen(
-            [sys.executable, *command.split()],
+            [sys.executable, *command.split(), str(port)],
             env=environment,
             stdout=out,
             stderr=subprocess.STDOUT,

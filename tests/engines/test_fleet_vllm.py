@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import socket
 import subprocess
 import sys
 import time
@@ -68,6 +69,11 @@ def test_wrong_settings_are_refused_before_anything_starts() -> None:
     server = af.serve_vllm(agents.shipped(), port=8000)
     assert repr(server) == "VLLMServer(http://127.0.0.1:8000/v1, not running)" and server.pid is None
     assert "not running" in server._repr_html_()
+
+
+async def test_the_port_of_a_server_that_starts_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(VLLMServer, "_spawn", lambda self: socket.socket().bind(("127.0.0.1", self.port)))
+    await errors.check(af.serve_vllm(agents.shipped()).start, OSError, "already in use")
 
 
 @installed

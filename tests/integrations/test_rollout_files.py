@@ -264,6 +264,22 @@ async def test_a_log_has_the_token_ids_of_an_agent_and_can_be_imitated(name: str
     assert stats[-1].loss < stats[0].loss
 
 
+# The prompts of all but the first template begin the thoughts. The history of the third is rendered without thoughts.
+THOUGHTS = {
+    "qwen3": "<think>\nIt is five.\n</think>\n\n5<|im_end|>",
+    "qwen3_5_think": "It is five.\n</think>\n\n5<|im_end|>",
+    "deepseek_r1_distill": "It is five.\n</think>\n\n5<｜end▁of▁sentence｜>",
+}
+
+
+@pytest.mark.parametrize("name", [name for name in THOUGHTS if name in NAMES])
+def test_thoughts_of_a_log_are_encoded_as_the_model_samples_them(name: str) -> None:
+    blocks = [{"type": "thinking", "thinking": "It is five."}, {"type": "text", "text": "5"}]
+    chat = af.Chat(named(name))
+    (t,) = af.read_rollouts([{"messages": [QUESTION, {"role": "assistant", "content": blocks}]}], chat=chat)
+    assert (t.final, chat.text(t.turns[-1].ids)) == ("5", THOUGHTS[name])
+
+
 LONGER = [*OPENAI, {"role": "user", "content": "Thanks."}, {"role": "assistant", "content": "Welcome."}]
 
 

@@ -168,7 +168,8 @@ def test_runs_top_to_bottom_as_saved(path: Path, tmp_path: Path) -> None:
     """Run nbval in an empty folder, with the notebook's own settings and a kernel that has imported nothing."""
     nbformat.write(complete(path), tmp_path / path.name)
     options = ("--nbval-lax", "--nbval-current-env", "--nbval-cell-timeout=1800", "--color=no")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, path.name]
+    starting = f"--nbval-kernel-startup-timeout={waiting.GUARD}"  # by default 60 s
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, starting, path.name]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=3600)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
 

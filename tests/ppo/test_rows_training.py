@@ -15,6 +15,7 @@ from torch import Tensor
 
 import agentfly_kit as af
 from agentfly_kit.ppo.inputs import minibatches
+from agentfly_kit.trainer.batch_builder import BatchBuilder
 
 Plan = list[list[tuple[str, int]]]
 nan = math.nan
@@ -358,3 +359,21 @@ async def test_settings_of_rows_reach_the_batch_and_the_step(tmp_path: Path) -> 
     config = af.TrainConfig(steps=1, tasks_per_step=2, aggregate=aggregate, advantage_per="row", authors="policy")
     run = await af.train(agent, policy, agents.tasks(8), config, run=tmp_path)
     assert run.records[0]["rows"] > 1 and math.isfinite(run.records[0]["policy_loss"])
+
+
+@af.reward
+def length(final: str | None) -> float:
+    return float(len(final or ""))
+
+
+async def test_earlier_rows_get_the_discounted_advantage_of_the_chain() -> None:
+    policy = agents.fresh()
+    agent = agents.agent(policy, before_turn=compact_to_text, reward=length)
+    rollout = await agent.rollout(agents.tasks(16), 4)
+    config = af.TrainConfig(row_credit="geometric", row_discount=0.25)
+    batch = BatchBuilder(policy, config, agent.reward).build(rollout, 0.0)
+    chains: dict[int, list[float]] = {}
+    for index, row, mask in zip(batch.trajectory_index.tolist(), batch.advantages, batch.mask, strict=True):
+        chains.setdefault(index, []).append(float(row[mask][0]))
+    pairs = [rows for rows in chains.values() if len(rows) == 2]
+    assert any(last for _, last in pairs) and all(first == 0.25 * last for first, last in pairs)

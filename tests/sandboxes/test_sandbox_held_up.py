@@ -30,6 +30,15 @@ class Checker(Verifier):
     module = "json"
 
 
+async def test_scores_are_finite_numbers_and_a_missing_package_is_not_the_models_fault() -> None:
+    async with Checker() as box:
+        codes = "score = 0.5", "score = float('nan')", "score = 1 / 0", "score = 'x'", "import os; os._exit(3)"
+        assert [await box.score(code, None) for code in codes] == [0.5, 0, 0, 0, 0]
+        await errors.check(
+            lambda: box.score("import nowhere", None), af.errors.SandboxError, "No module named 'nowhere'"
+        )
+
+
 async def signal_all(box: Any, number: int) -> None:
     """Send a signal to all processes of a sandbox, and wait until it has its effect."""
     boxes = [box._work, box._tests] if isinstance(box, af.Grader) else [box]

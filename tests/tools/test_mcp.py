@@ -12,10 +12,12 @@ from typing import Any
 import agents
 import dice
 import errors
+import mcp_types
 import psutil
 import pytest
 import pytest_asyncio
 from cancelling import tasks_left
+from mcp.server.mcpserver import MCPServer
 from waiting import GUARD, until
 
 import agentfly_kit as af
@@ -65,6 +67,26 @@ async def test_results_errors_and_pictures_of_a_server() -> None:
         flood = await tools["flood"].try_()
         assert flood.truncated and len(flood.observation) < 9000
         assert (await tools["chatter"].try_()).observation == "done", "many messages arrived before the answer"
+
+
+async def test_content_of_every_type_becomes_text() -> None:
+    server, uri = MCPServer("in this process"), "file:///a.txt"
+    hidden = mcp_types.BlobResourceContents(uri=uri, blob="aGk=", mime_type="x/y")
+    content: list[Any] = [
+        mcp_types.TextContent(type="text", text="a"),
+        mcp_types.EmbeddedResource(type="resource", resource=mcp_types.TextResourceContents(uri=uri, text="b")),
+        mcp_types.EmbeddedResource(type="resource", resource=hidden),
+        mcp_types.ResourceLink(type="resource_link", name="c", uri=uri),
+    ]
+
+    @server.tool()
+    def give(empty: bool) -> mcp_types.CallToolResult:
+        """Return content of every type, or only structured content."""
+        return mcp_types.CallToolResult(content=[] if empty else content, structured_content={"n": 1})
+
+    async with toolbox.mcp(server, timeout=GUARD) as tools:
+        shown = [(await tools["give"].try_(empty=empty)).observation for empty in (False, True)]
+    assert shown == ["a\nb\n[resource x/y, 3 bytes, not shown]\n[link file:///a.txt]", '{"n":1}']
 
 
 async def test_a_tool_that_the_server_changes_or_removes_fails_as_an_observation() -> None:

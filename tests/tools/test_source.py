@@ -50,6 +50,15 @@ async def test_the_function_runs_in_the_sandbox_with_its_schema() -> None:
     assert "was not run" in (await made.try_(width="wide")).observation
 
 
+async def test_parameters_of_compound_types() -> None:
+    arguments = "a: list[int | None], b: Optional[int] = None, c: Union[int, str] = 1, d: dict[str, list[int]] = {}"
+    described = "\n\n    Args:\n" + "".join(f"        {name}: {name}.\n" for name in "abcd")
+    made = made_from(one("return [a, b, c, d]", arguments).replace("Do it.", "Do it." + described))
+    assert (await made.try_(a=[1, None], c="x", d={"k": [2]})).observation == '[[1,null],null,"x",{"k":[2]}]'
+    for wrong in ({"a": ["x"]}, {"b": "x"}, {"c": []}, {"d": []}):
+        assert "was not run" in (await made.try_(**{"a": [1]} | wrong)).observation
+
+
 async def test_every_tool_runs_its_own_body_also_after_the_model_redefined_it() -> None:
     first, second = (made_from(one(f"return {n}"), name=f"tool{n}") for n in (1, 2))
     async with af.Pool(af.PythonSandbox, size=1) as pool:

@@ -51,9 +51,15 @@ AXE = Path(str(__import__("axe_playwright_python").__path__[0])) / "axe.min.js"
 
 # Whether no transition between two themes is in progress.
 STILL = "() => !document.getAnimations().some((x) => x instanceof CSSTransition)"
-# Whether live updates have added or removed no element since the last call.
-SETTLED = """() => { const [before, now] = [window.before, document.querySelectorAll('.afk *').length];
-  window.before = now; return before === now; }"""
+
+
+def settle(nb: browser.Notebook, count: int) -> None:
+    """Wait until `count` views are open, and until the page has handled all messages that they have sent so far."""
+    views = "[v for v in w._base._instances.values() if isinstance(v, w.View) and v.is_open and not v._jobs]"
+    nb.wait_python(f"len({views})", count)
+    for notice, shown in (("settled", count), ("", 0)):  # sent after the other messages, which arrive in order
+        nb.execute(f"for v in {views}: v._notice = {notice!r}")
+        browser.expect(nb.page.get_by_text("settled", exact=True)).to_have_count(shown)
 
 
 def check_axe(nb: browser.Notebook, theme: str) -> None:
@@ -96,8 +102,7 @@ def test_everything_is_reached_by_tab_and_left_again(notebook: Any) -> None:
     nb = notebook(RECORDS + "\n" + TOOL, VIEWS, *each, *chains)
     page = nb.run(wait=False)
     nb.finish()
-    page.wait_for_function("() => document.querySelectorAll('.afk').length >= 8")
-    page.wait_for_function(SETTLED, polling=1000)
+    settle(nb, 8)
     kinds = {view.get_attribute("class").split()[1] for view in page.locator(".afk").all()}
     assert len(kinds) == 8, kinds
     for view in page.locator(".afk").all():
@@ -135,8 +140,7 @@ def test_views_are_usable_236_pixels_wide(notebook: Any) -> None:
     page = nb.page
     page.add_style_tag(content=".jp-Notebook .afk:not(.afk .afk) { width: 236px; }")
     nb.run()
-    page.wait_for_function("(n) => document.querySelectorAll('.afk').length >= n", arg=len(CELLS) + 1)
-    page.wait_for_function(SETTLED, polling=1000)
+    settle(nb, len(CELLS) + 1)
     PICTURES.mkdir(parents=True, exist_ok=True)
     for i, view in enumerate(page.locator(".jp-OutputArea-output .afk").all()):
         name = view.get_attribute("class").split()[1]

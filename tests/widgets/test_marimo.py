@@ -76,12 +76,11 @@ def responds(url: str) -> bool:
 def server(tmp_path: Path) -> Iterator[str]:
     notebook = tmp_path / "notebook.py"
     notebook.write_text(NOTEBOOK)
-    port = browser.free_port()
-    command = [sys.executable, "-m", "marimo", "run", str(notebook), "--headless", "--no-token", "--port", str(port)]
+    command = [sys.executable, "-m", "marimo", "run", str(notebook), "--headless", "--no-token", "--port"]
     log = tmp_path / "log"
-    url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path)
+    with log.open("wb") as out, browser.held_port() as port:
+        url = f"http://127.0.0.1:{port}"
+        process = subprocess.Popen([*command, str(port)], stdout=out, stderr=subprocess.STDOUT, cwd=tmp_path)
         try:
             blocking_until(lambda: responds(url) or process.poll() is not None)
             assert process.poll() is None, log.read_text()

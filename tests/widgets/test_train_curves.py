@@ -1,8 +1,10 @@
 """TrainView without a browser: curves of runs and folders, and buttons."""
 
 import asyncio
+import base64
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -64,9 +66,13 @@ def test_train_view_with_odd_numbers() -> None:
     run = FakeRun(3)
     run.step(grad_norm=math.inf, success=math.nan, loss=-1.0)
     run.step(grad_norm=math.nan)
+    for _ in range(2):
+        run.step()
     view = w.TrainView(run)
     panel = next(p for p in view._about["panels"] if p["label"] == "grad norm")
-    assert (panel["odd"], panel["n"]) == (1, 3)
+    assert (panel["odd"], panel["n"]) == (1, 5)
+    (drawn,) = re.findall('base64,([^"]*)" alt="grad norm', view._static())
+    assert base64.b64decode(drawn).count(b"<polyline") == 2, "the curve has a gap"
     assert math.isfinite(panel["lo"]) and math.isfinite(panel["hi"])
     check_static(view)
     check_static(w.TrainView(FakeRun(1)))

@@ -349,6 +349,8 @@ async def test_every_view_hands_its_selection_and_its_code_to_a_cell() -> None:
     pool = af.Pool(Box, size=1)
     lease = await pool.acquire("me")
     form = w.ToolForm(agents.calculator)
+    form.draft = '{"expression": "1+1"}'
+    assert form.to_code().endswith("(expression='1+1')"), "the arguments in the fields"
     await form.call(expression="1+1")
     one = rollout.trajectories[0]
     views = {
