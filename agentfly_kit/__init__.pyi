@@ -42,6 +42,7 @@ from agentfly_kit.integrations import trl as trl
 from agentfly_kit.integrations.captured import captured as captured
 from agentfly_kit.integrations.captured import from_tokens as from_tokens
 from agentfly_kit.integrations.rollout_files import read_rollouts as read_rollouts
+from agentfly_kit.policy.memory import estimate_memory as estimate_memory
 from agentfly_kit.policy.policy import Policy as Policy
 from agentfly_kit.pool.pool import Pool as Pool
 from agentfly_kit.pool.pool import pools as pools

@@ -312,8 +312,8 @@ class LanguageModel:
         parts, order = [], []
         index = torch.arange(len(states), device=states.device) if each is None else each
         for start in range(0, len(states), size):
-            of_chunk = ((index >= start) & (index < start + size)).nonzero()[:, 0]
             chunk = slice(start, start + size)
+            of_chunk = index[chunk] if each is None else ((index >= start) & (index < start + size)).nonzero()[:, 0]
             arguments = states[chunk], temperature[chunk], index[of_chunk] - start, targets[of_chunk]
             parts.append(checkpoint(scores, *arguments, use_reentrant=False, preserve_rng_state=False))
             order.append(of_chunk)

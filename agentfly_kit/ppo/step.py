@@ -262,6 +262,7 @@ def _accumulate_gradients(
         phases.lap("forward")
         objective.backward()
         sums.add(stats)
+        del out, objective, stats  # the backward pass does not free what entropies need unless they are in the loss
         phases.lap("backward")
     return sums, gap
 
