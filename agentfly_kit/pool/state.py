@@ -41,6 +41,7 @@ class Slot:
     sandbox: Any = None
     worker: Worker = field(default_factory=Worker)
     lease: weakref.ref[Any] | None = None
+    loop: Any = None  # event loop in which the sandbox was leased
 
 
 class Waiter(NamedTuple):
@@ -252,7 +253,7 @@ class PoolState:
     def _move(self, slot: Slot, state: SlotState, reason: str = "") -> None:
         owner = slot.owner
         if state != "leased":
-            slot.owner = slot.ticket = slot.turn = None
+            slot.owner = slot.ticket = slot.turn = slot.loop = None
         del self._in_state[slot.state][slot.id]
         self._in_state[state][slot.id] = slot
         slot.state, slot.since = state, self._now
