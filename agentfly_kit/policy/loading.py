@@ -187,7 +187,8 @@ def without_output() -> Iterator[None]:
     )
     level = configs.level
     transformers_logging.disable_progress_bar()
-    configs.setLevel(logging.ERROR)  # for example, the default config of Idefics3 has an invalid `pad_token_id`
+    # For example, the default config of Idefics3 has an invalid `pad_token_id`.
+    configs.setLevel(logging.ERROR)
     try:
         yield
     finally:

@@ -70,7 +70,8 @@ class Policy(Displayable, LanguageModel):
         if next(iter(model.parameters())).dtype == torch.bfloat16:
             warn_if_bfloat16_is_slow(self.device)
         use_soft_caps(model)
-        self.model.eval()  # with dropout, the trained distribution would differ from the one that is sampled
+        # With dropout, the trained distribution would differ from the one that is sampled.
+        self.model.eval()
         if value_head is True:
             self.value_head = ValueHead(self.width).to(self.device)
         elif value_head == "separate":

@@ -139,7 +139,8 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
             "was made with another tokenizer"
         )
     _check_vocabulary(policy, batch)
-    if batch.imitation:  # the tokens may not have been sampled by this policy, so they have no probability ratio
+    # Imitated tokens may not have been sampled by this policy, so they have no probability ratio.
+    if batch.imitation:
         if config.loss != "reinforce" or config.old_logprobs != "engine":
             raise BatchError(
                 "ppo_step needs a batch of sampled tokens; use imitation_step for a batch of collate(imitate=)"

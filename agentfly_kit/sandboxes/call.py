@@ -133,7 +133,8 @@ class Call(Watch):
         self.truncated = self.timed_out = False
         # The interpreter has replied, even if the caller was cancelled before it took the reply.
         self.answered = False
-        self.violated = False  # the interpreter has sent something other than replies, or closed its socket
+        # True if the interpreter has sent something other than replies, or closed its socket
+        self.violated = False
         self.limit: Limit | None = None
         self.status: int | None = None
         self.began = time.perf_counter()

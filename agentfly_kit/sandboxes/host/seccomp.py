@@ -72,7 +72,8 @@ _TIOCSTI = 0x5412
 # Commands that set the process to which a file sends signals, which may be SIGKILL: F_SETOWN, F_SETSIG and F_SETOWN_EX
 # of fcntl, FIOSETOWN and SIOCSPGRP of ioctl.
 _FCNTL_OWNER, _IOCTL_OWNER = (8, 10, 15), (0x8901, 0x8902)
-_PAIRED = (1, 5)  # allowed types of socket pairs: stream and seqpacket. Other pairs can send to sockets outside.
+# Allowed types of socket pairs: stream and seqpacket. Other pairs can send to sockets outside.
+_PAIRED = (1, 5)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 
