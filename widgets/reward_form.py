@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
 import math
 import os
 import time
@@ -11,6 +10,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import traitlets
 
 from agentfly_kit.types import text_of
@@ -339,19 +339,14 @@ def bars(old: Sequence[float | None], new: Sequence[float | None]) -> list[list[
     trajectories come last.
     """
     there = sorted({float(r) for r in [*old, *new] if r is not None})
-    out: list[list[Any]] = []
     if len(there) <= _BARS:
-        for value in there:
-            out.append([number(value), sum(r == value for r in old), sum(r == value for r in new)])
+        out = [[number(value), sum(r == value for r in old), sum(r == value for r in new)] for value in there]
     else:
         low, high = there[0], there[-1]
         edges = [low + k * (high / _BARS - low / _BARS) for k in range(_BARS)] + [high]
-
-        def place(reward: float) -> int:
-            return bisect.bisect_right(edges[1:-1], reward)
-
-        olds = Counter(place(r) for r in old if r is not None)
-        news = Counter(place(r) for r in new if r is not None)
+        sides = ([r for r in side if r is not None] for side in (old, new))
+        places = (np.searchsorted(edges[1:-1], rewards, side="right") for rewards in sides)
+        olds, news = (np.bincount(each, minlength=_BARS).tolist() for each in places)
         out = [[f"{number(edges[k])} to {number(edges[k + 1])}", olds[k], news[k]] for k in range(_BARS)]
     missing = [sum(r is None for r in side) for side in (old, new)]
     return [*out, ["unscored", *missing]] if any(missing) else out

@@ -87,7 +87,8 @@ class PoolState:
         self.slots: dict[int, Slot] = {}
         # Slots in each state, in the order in which they entered it, so that events need not iterate over all slots.
         self._in_state: dict[SlotState, dict[int, Slot]] = {state: {} for state in get_args(SlotState)}
-        self.waiters: dict[Any, Waiter] = {}  # ticket (any hashable object) -> waiter, in order of arrival
+        # Ticket (any hashable object) -> waiter, in order of arrival
+        self.waiters: dict[Any, Waiter] = {}
         self.closed = False
         self.failures = 0
         self.last_error: BaseException | None = None

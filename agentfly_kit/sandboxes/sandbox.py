@@ -106,8 +106,10 @@ class Sandbox(Startable):
         self._nonce = 0  # id of the running call
         self._own_seconds = 0.0  # sum of `Call.own` over all calls
         self._has_interpreter = False  # True while an interpreter is running
-        self._unreported: SandboxResult | None = None  # an exit between two calls, which the next call reports
-        self._abandoned: bytes | None = None  # unsent part of a call that was cancelled while it ran
+        # An exit between two calls, which the next call reports
+        self._unreported: SandboxResult | None = None
+        # Unsent part of a call that was cancelled while it ran
+        self._abandoned: bytes | None = None
         self._interrupted = False  # True if an interrupt may not have been delivered yet
         self._limit_hits = LimitHits()
 

@@ -66,7 +66,8 @@ class ContinuousBatch:
         for session in released:
             table.release(session)
         if self._drop_cancelled():
-            collect()  # the chains of a closed event loop, which may hold leases, are in reference cycles
+            # The chains of a closed event loop, which may hold leases, are in reference cycles.
+            collect()
         if self.waiting:
             for request in self.waiting:
                 request.waited += 1

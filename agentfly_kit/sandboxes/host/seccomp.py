@@ -14,7 +14,8 @@ import sys
 
 _ALLOW, _KILL, _EPERM, _ENOSYS, _ENOTSUP = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026, 0x0005005F
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-_NR, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in seccomp_data; _FIRST, _SECOND: low halves of arguments
+# Offsets in seccomp_data; _FIRST, _SECOND: low halves of arguments
+_NR, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24
 
 # Denied system calls with their numbers on x86_64 and aarch64 (from the kernel's unistd tables), or None if absent.
 _DENIED: dict[str, tuple[int | None, int | None]] = {
