@@ -287,7 +287,8 @@ def _combine_scores(parts: Sequence[tuple[Reward[..., Any], int | None, Score]])
         error = error or part.error
         for key, value in part.metrics.items():
             into = own if key == r.name else others.setdefault(key, {})
-            into[r.name] = into.get(r.name, 0.0) + value  # the metric of a per-turn reward is the sum over turns
+            # The metric of a per-turn reward is the sum over turns.
+            into[r.name] = into.get(r.name, 0.0) + value
         extras |= {key: value for key, value in part.extras.items() if index is None}
         if r.weight == 0:
             continue  # only a metric
@@ -297,7 +298,8 @@ def _combine_scores(parts: Sequence[tuple[Reward[..., Any], int | None, Score]])
         elif part.reward is not None:
             turn_rewards[index] = turn_rewards.get(index, 0.0) + r.weight * part.reward
         else:
-            scored = scored and part.error is None  # None means no turn reward, but a failure makes the sum unscored
+            # None means no turn reward, but a failure makes the sum unscored.
+            scored = scored and part.error is None
     metrics = dict(own)
     for key, by_reward in others.items():
         # If several rewards report a metric with the same name, such as "success", prefix it with the reward's name.

@@ -43,7 +43,8 @@ class Sampling(Displayable):
             "min_p": "of at least 0 and at most 1",
         }
         check_settings(self, limits)
-        stop: Any = self.stop  # a single string is accepted, but tuple() would split it into characters
+        # A single string is accepted, but tuple() would split it into characters.
+        stop: Any = self.stop
         texts = (stop,) if isinstance(stop, str) else stop
         if not isinstance(texts, list | tuple) or not all(isinstance(text, str) and text for text in texts):
             raise SettingsError(f"stop must be non-empty strings, got {stop!r}")

@@ -247,6 +247,9 @@ class View(anywidget.AnyWidget):
     def _on_first_page(self) -> None:
         """Override this to act when a page opens the view while no other page shows it."""
 
+    def _after_cell(self) -> None:
+        """Override this to act after each cell."""
+
     def _on_last_page_closed(self) -> None:
         """Override this to act when the last page that shows the view is closed."""
 
@@ -301,7 +304,8 @@ class View(anywidget.AnyWidget):
 
     def _update_picture(self) -> None:
         """Update the picture saved in the notebook if the view has changed. On an error, keep the last picture."""
-        closed = self._seen and not self._pages  # every page that showed the view was closed, but one may be reopened
+        # Every page that showed the view was closed, but one may be reopened.
+        closed = self._seen and not self._pages
         if not self._picture_stale or self.comm is None or closed:
             return
         self._picture_stale = False

@@ -10,14 +10,14 @@ from typing import Any
 
 WIDGET_MIME = "application/vnd.jupyter.widget-view+json"
 
-# Displayed views, whose pictures are updated after each cell.
-_displayed: weakref.WeakSet[Any] = weakref.WeakSet()
+# Views that are updated after each cell.
+_updated: weakref.WeakSet[Any] = weakref.WeakSet()
 _shells: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def update_after_each_cell(view: Any) -> None:
-    """Call `view._update_picture()` after each cell for as long as the view exists."""
-    _displayed.add(view)
+    """Call `view._after_cell()` and `view._update_picture()` after each cell for as long as the view exists."""
+    _updated.add(view)
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()
     if shell is not None and shell not in _shells:
@@ -27,7 +27,8 @@ def update_after_each_cell(view: Any) -> None:
 
 def _after_cell(*_: Any) -> None:
     cell, run = current_cell()
-    for view in list(_displayed):
+    for view in list(_updated):
+        view._after_cell()
         view._update_picture()
         if cell:
             view._forget_runs_before(cell, run)

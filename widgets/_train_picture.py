@@ -111,19 +111,13 @@ def _describe(panel: dict[str, Any], steps: npt.NDArray[np.int32], runs: Sequenc
     return f"{panel['label']}{unit} over {step_range(steps)}, last {', '.join(last)}{hint}"
 
 
-def _finite(values: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    finite: npt.NDArray[np.float32] = values[~np.isnan(values)]
-    return finite
-
-
 def first_number(values: npt.NDArray[np.float32]) -> float:
-    there = _finite(values)
+    there = values[~np.isnan(values)]
     return float(there[0]) if len(there) else math.nan
 
 
 def last_number(values: npt.NDArray[np.float32]) -> float:
-    there = _finite(values)
-    return float(there[-1]) if len(there) else math.nan
+    return first_number(values[::-1])
 
 
 def _last_of(runs: Sequence[Source], key: str) -> bool:

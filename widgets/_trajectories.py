@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -71,11 +72,8 @@ def read(source: Any, batch: Any) -> tuple[list[Any], dict[str, str]]:
     if not all(is_trajectory(t) for t in found):
         kind = type(source).__name__
         raise TypeError(f"source must be a Rollout, a Group, an Evaluation, a Batch or trajectories, got {kind}")
-    seen: set[str] = set()
-    for t in found:
-        if t.id in seen:
-            raise ValueError(f"ids of trajectories must be unique within a view, got {t.id!r} twice")
-        seen.add(t.id)
+    if repeated := [id for id, times in Counter(t.id for t in found).items() if times > 1]:
+        raise ValueError(f"ids of trajectories must be unique within a view, got {repeated[0]!r} twice")
     dropped = {d.trajectory: d.reason for d in batch.dropped} if batch is not None else {}
     return found, dropped
 
@@ -103,15 +101,10 @@ def to_entry(t: Any) -> Entry:
 
 
 def holds(k: Entry, needle: str) -> bool:
-    if any(needle in text.casefold() for text in (k.id, k.question, k.answer, k.says, k.error)):
-        return True
-    for turn in k.turns:
-        if needle in turn[2].casefold():
-            return True
-        for call in turn[8]:  # the calls of the turn
-            if call.result is not None and needle in call.result.observation.casefold():
-                return True
-    return False
+    texts = [k.id, k.question, k.answer, k.says, k.error]
+    for _, _, text, *_, calls, _ in k.turns:
+        texts += [text, *(call.result.observation for call in calls if call.result is not None)]
+    return any(needle in text.casefold() for text in texts)
 
 
 def outcome_of(k: Entry, dropped: dict[str, str]) -> str:

@@ -10,7 +10,7 @@ import base64
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 from typing import Any, ClassVar
 
@@ -40,22 +40,13 @@ _REASONED = {"resetting", "closing"}
 _views: weakref.WeakSet[PoolView] = weakref.WeakSet()
 
 
-class Sandboxes:
+class Sandboxes(tuple[dict[str, Any], ...]):
     """A snapshot of sandboxes and their leases. Iteration yields one row per sandbox; an empty snapshot is falsy."""
-
-    def __init__(self, rows: Sequence[dict[str, Any]]) -> None:
-        self._rows = tuple(rows)
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """The numbers of the sandboxes."""
-        return tuple(row["sandbox"] for row in self._rows)
-
-    def __iter__(self) -> Iterator[dict[str, Any]]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+        return tuple(row["sandbox"] for row in self)
 
     def to_frame(self) -> Any:
         """Return a data frame with one row per sandbox.
@@ -65,10 +56,10 @@ class Sandboxes:
         """
         import pandas as pd
 
-        return pd.DataFrame(list(self._rows), columns=list(_COLUMNS))
+        return pd.DataFrame(list(self), columns=list(_COLUMNS))
 
     def __repr__(self) -> str:
-        return f"Sandboxes({some([f'#{n}' for n in self.numbers]) if self._rows else 'nothing'})"
+        return f"Sandboxes({some([f'#{n}' for n in self.numbers]) if self else 'nothing'})"
 
 
 _COUNTS = ("size", "idle", "starting", "resetting", "leased", "waiting", "recycled", "dead", "failed_starts")

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import bisect
 import math
 import os
-import sys
 import time
-import weakref
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import traitlets
 
 from agentfly_kit.types import text_of
@@ -20,6 +18,7 @@ from agentfly_kit.types import text_of
 from ._chain_code import _named
 from ._chains import ChainsView, chain_label
 from ._format import SUCCESS_RULE, count, escape, number, sendable, shared_prefix, tag
+from ._saved import update_after_each_cell
 
 # Maximum number of rows in the table on the page; `to_frame()` returns all rows.
 _ROWS = 200
@@ -85,7 +84,9 @@ class RewardForm(ChainsView):
         self.rescored: Any = None
         super().__init__(self._kept)
         self._show()
-        self._unhook = _after_each_cell(self) if follow else lambda: None
+        if follow:
+            update_after_each_cell(self)
+        self._follow = follow
         if self._loop is not None:
             self._start()
 
@@ -141,6 +142,13 @@ class RewardForm(ChainsView):
         if job is not None:
             job.cancel()
             await asyncio.wait([job])
+
+    def _after_cell(self) -> None:
+        if self._follow and self.comm is not None and self._loop is not None and not self._loop.is_closed():
+            try:
+                self._redefined()
+            except Exception as error:
+                self._failed(error)
 
     def _redefined(self) -> None:
         """If rewards were redefined in a cell, switch to their new definitions and re-score the trajectories."""
@@ -276,7 +284,6 @@ class RewardForm(ChainsView):
 
     def close(self) -> None:
         """Close the form and stop checking whether the rewards were redefined."""
-        getattr(self, "_unhook", lambda: None)()
         self._kept = None
         super().close()
 
@@ -301,37 +308,6 @@ def _rollout(source: Any) -> Any:
     if hasattr(source, "groups") and callable(getattr(source, "rescore", None)):
         return source
     return Rollout.from_trajectories([source] if hasattr(source, "turns") else source)
-
-
-def _after_each_cell(form: RewardForm) -> Callable[[], None]:
-    """After each cell, check whether the form's rewards were redefined. Return a function that removes the hook.
-
-    The hook has only a weak reference to the form.
-    """
-    ipython = sys.modules.get("IPython")  # if IPython was not imported, there is no shell
-    shell = None if ipython is None else ipython.get_ipython()
-    if shell is None:
-        return lambda: None
-    view_ref = weakref.ref(form)
-
-    def ran(*_: Any) -> None:
-        view = view_ref()
-        if view is None:
-            end()
-        elif view._loop is not None and not view._loop.is_closed():
-            try:
-                view._redefined()
-            except Exception as error:
-                view._failed(error)
-
-    def end() -> None:
-        try:
-            shell.events.unregister("post_run_cell", ran)
-        except ValueError:
-            pass
-
-    shell.events.register("post_run_cell", ran)
-    return end
 
 
 def change_of(old: Any, new: Any) -> str:
@@ -363,19 +339,14 @@ def bars(old: Sequence[float | None], new: Sequence[float | None]) -> list[list[
     trajectories come last.
     """
     there = sorted({float(r) for r in [*old, *new] if r is not None})
-    out: list[list[Any]] = []
     if len(there) <= _BARS:
-        for value in there:
-            out.append([number(value), sum(r == value for r in old), sum(r == value for r in new)])
+        out = [[number(value), sum(r == value for r in old), sum(r == value for r in new)] for value in there]
     else:
         low, high = there[0], there[-1]
         edges = [low + k * (high / _BARS - low / _BARS) for k in range(_BARS)] + [high]
-
-        def place(reward: float) -> int:
-            return bisect.bisect_right(edges[1:-1], reward)
-
-        olds = Counter(place(r) for r in old if r is not None)
-        news = Counter(place(r) for r in new if r is not None)
+        sides = ([r for r in side if r is not None] for side in (old, new))
+        places = (np.searchsorted(edges[1:-1], rewards, side="right") for rewards in sides)
+        olds, news = (np.bincount(each, minlength=_BARS).tolist() for each in places)
         out = [[f"{number(edges[k])} to {number(edges[k + 1])}", olds[k], news[k]] for k in range(_BARS)]
     missing = [sum(r is None for r in side) for side in (old, new)]
     return [*out, ["unscored", *missing]] if any(missing) else out

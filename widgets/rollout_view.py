@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import weakref
 from collections import deque
@@ -95,7 +96,8 @@ class RolloutView(ChainsView, LiveView):
             if view is None or view.comm is None:
                 return
             if not view.resting:
-                view._throttle.schedule()  # called a last time after the run is garbage-collected, to report this
+                # This is called a last time after the run is garbage-collected, to report this.
+                view._throttle.schedule()
             if view.record is not None and (view._training or view._about.get("state") not in _ENDS):
                 loop.call_later(pause, tick)
 
@@ -222,21 +224,16 @@ class RolloutView(ChainsView, LiveView):
 
     # --- buttons ---
 
-    def _do_pause(self, _: Any) -> None:
-        self._control("pause")
-
-    def _do_resume(self, _: Any) -> None:
-        self._control("resume")
-
-    def _do_stop(self, _: Any) -> None:
-        self._control("stop")
-
-    def _control(self, method: str) -> None:
+    def _control(self, method: str, _: Any) -> None:
         run = self.record
         if run is None:
             raise RuntimeError("the run no longer exists; keep it in a variable")
         getattr(run, method)()
         self._throttle.schedule()
+
+    _do_pause = functools.partialmethod(_control, "pause")
+    _do_resume = functools.partialmethod(_control, "resume")
+    _do_stop = functools.partialmethod(_control, "stop")
 
     def __repr__(self) -> str:
         a = self._about

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -186,21 +187,16 @@ class TrainView(ChainsView, LiveView):
 
     # --- buttons ---
 
-    def _do_pause(self, value: Any) -> None:
-        self._control("pause")
-
-    def _do_resume(self, value: Any) -> None:
-        self._control("resume")
-
-    def _do_stop(self, value: Any) -> None:
-        self._control("stop")
-
-    def _control(self, method: str) -> None:
+    def _control(self, method: str, _: Any) -> None:
         run, control = self._controlled()
         if not control["can"]:
             raise RuntimeError("no run of this view can be paused or stopped any more")
         getattr(run, method)()
         self.refresh()
+
+    _do_pause = functools.partialmethod(_control, "pause")
+    _do_resume = functools.partialmethod(_control, "resume")
+    _do_stop = functools.partialmethod(_control, "stop")
 
     async def _do_open(self, value: Any) -> None:
         await self._list_step(int(value["step"]), int(value.get("run", 0)))

@@ -8,9 +8,14 @@ import threading
 import weakref
 from typing import Any
 
-_Results = list[tuple[asyncio.Future[Any], Any]]
-# Maps each event loop to its undelivered results. A loop in this dict has been woken and need not be woken again.
-_pending: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, _Results] = weakref.WeakKeyDictionary()
+
+class _Results(list[tuple[asyncio.Future[Any], Any]]):
+    """Undelivered results of an event loop. Unlike a list, they support weak references."""
+
+
+# Maps the id of each event loop that has been woken to its undelivered results. Only the callback of the loop holds
+# them, so that they and the tasks that wait for them can be collected if the loop is closed before it runs.
+_pending: weakref.WeakValueDictionary[int, _Results] = weakref.WeakValueDictionary()
 _lock = threading.Lock()
 
 
@@ -28,7 +33,7 @@ def deliver(*results: tuple[asyncio.Future[Any], Any]) -> bool:
     An event loop is woken only once for all results that arrive before it runs. Return False if a loop is closed.
     """
     delivered = True
-    asleep: list[asyncio.AbstractEventLoop] = []
+    asleep: list[tuple[asyncio.AbstractEventLoop, _Results]] = []
     for future, result in results:
         loop = future.get_loop()
         if loop.is_closed():
@@ -37,20 +42,22 @@ def deliver(*results: tuple[asyncio.Future[Any], Any]) -> bool:
             _set_result(future, result)
         else:
             with _lock:
-                if loop not in _pending:
-                    asleep.append(loop)
-                _pending.setdefault(loop, []).append((future, result))
-    for loop in asleep:
+                waiting = _pending.get(id(loop))
+                if waiting is None:
+                    waiting = _pending[id(loop)] = _Results()
+                    asleep.append((loop, waiting))
+                waiting.append((future, result))
+    for loop, waiting in asleep:
         try:
-            loop.call_soon_threadsafe(_set_pending, loop)
+            loop.call_soon_threadsafe(_set_pending, loop, waiting)
         except RuntimeError:  # the event loop was closed in the meantime
             delivered = False
     return delivered
 
 
-def _set_pending(loop: asyncio.AbstractEventLoop) -> None:
+def _set_pending(loop: asyncio.AbstractEventLoop, results: _Results) -> None:
     with _lock:
-        results = _pending.pop(loop, [])
+        _pending.pop(id(loop), None)
     for future, result in results:
         _set_result(future, result)
 

@@ -110,7 +110,8 @@ class Worker:
             self._queue = SimpleQueue()
             weakref.finalize(self, self._queue.put, None).atexit = False
             _state.workers.add(self)
-            if not _state.threads:  # register after the functions of other modules, so that it runs before them
+            # Register after the functions of other modules, so that it runs before them.
+            if not _state.threads:
                 atexit.unregister(_stop_threads)
                 atexit.register(_stop_threads)
             name = f"agentfly-call-{next(_count)}"

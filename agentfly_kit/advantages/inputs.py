@@ -15,7 +15,8 @@ from torch import Tensor
 
 from agentfly_kit.errors import AlignmentError, check_choice, check_shape
 
-Numbers: TypeAlias = Iterable[Any] | Tensor  # list, NumPy array, pandas series or tensor; None means NaN
+# List, NumPy array, pandas series or tensor; None means NaN
+Numbers: TypeAlias = Iterable[Any] | Tensor
 Groups: TypeAlias = Iterable[Hashable] | Tensor
 Std: TypeAlias = Literal["sample", "population", None]
 Singleton: TypeAlias = Literal["zero", "raw"]
@@ -218,7 +219,8 @@ def whitened(x: Tensor, mask: Tensor, std: Std, eps: float, what: str) -> Tensor
         return torch.zeros_like(x)
     kept = x[mask]
     if bool((kept == kept[0]).all()):
-        return torch.zeros_like(x)  # all values are equal, so do not divide rounding errors by each other
+        # All values are equal, so do not divide rounding errors by each other.
+        return torch.zeros_like(x)
     mean = kept.mean()
     scale = 1.0 if std is None else kept.std(unbiased=std == "sample") + eps
     return torch.where(mask, (torch.where(mask, x, 0.0) - mean) / scale, 0.0)

@@ -234,7 +234,8 @@ class Chain(LoopChain):
             stop = "turn_tokens" if target.stop == "length" else None if goes_on else "answered"
         self._append(target, stop)
         if target.kind == "observation" and target.ids == ():
-            self._append_observation(target)  # the target has no ids, because it ended the chain or a row
+            # The target has no ids, because it ended the chain or a row.
+            self._append_observation(target)
         return self.turn
 
     @pending_call

@@ -94,7 +94,7 @@ class HarnessChain(BaseChain):
         # Maps each tool call id sent to the client to the id and name of the call in the chain.
         self._call_ids: dict[str, tuple[str, str]] = {}
         self._in_order = asyncio.Lock()
-        self._serving: set[asyncio.Task[Reply]] = set()
+        self._serving: set[asyncio.Task[tuple[Turn, Reply]]] = set()
         self._limit_reached = asyncio.Event()
         self._base_session = self._session
         self._ordered: tuple[Turn, tuple[Turn, ...]] | None = None
@@ -209,11 +209,16 @@ class HarnessChain(BaseChain):
         task = asyncio.ensure_future(self._serve(messages, tools, options or ReplyOptions()))
         self._serving.add(task)
         try:
-            return await task
+            return (await task)[1]
         except asyncio.CancelledError:
             task.cancel()
             await wait_all([task])
             if cancelling():
+                if not task.cancelled() and task.exception() is None and task.result()[0] is self.turn:
+                    # The action was recorded in this pass of the event loop, and no client receives it.
+                    self._asked[self._action_key] -= 1
+                    self._rows[self.turn.row].segments.pop()
+                    self._append(self.turn.parent or self.turn)
                 raise
             raise ChainEnded(self.stop or "cancelled") from None
         finally:
@@ -221,7 +226,7 @@ class HarnessChain(BaseChain):
 
     async def _serve(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], options: ReplyOptions
-    ) -> Reply:
+    ) -> tuple[Turn, Reply]:
         async with self._in_order:
             self._check_running()
             sampling = self.agent.sampling
@@ -244,7 +249,7 @@ class HarnessChain(BaseChain):
                     where = "chat" if isinstance(error, ChatTemplateError) else "engine"
                     self._end("error", Failure.from_exception(where, error))
             self._check_running()
-            return self._to_reply(turn, sampling.stop)
+            return turn, self._to_reply(turn, sampling.stop)
 
     async def count_tokens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> int:
         """Return the number of prompt tokens with which `reply` would sample; 0 with a text-only engine."""

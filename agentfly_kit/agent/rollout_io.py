@@ -148,7 +148,8 @@ def _record_to_json(record: Any) -> dict[str, Any]:
     if kind is Turn:
         out = {"place" if name == "label" else name: value for name, value in out.items()}
         if record.ids is not None and record.token_texts is None:
-            out["pieces"] = None  # otherwise, `read` would use the texts of the same ids in other turns
+            # Otherwise, `read` would use the texts of the same ids in other turns.
+            out["pieces"] = None
     return out
 
 

@@ -395,9 +395,9 @@ class RolloutHandle(Handle[Rollout], Displayable):
 
     def _begin_groups(self) -> None:
         """Begin as many groups as possible such that all their chains run concurrently, as `BranchGroup` requires."""
-        from agentfly_kit.agent.branching import BranchGroup
-
         while self._unbegun and self._num_free:
+            from agentfly_kit.agent.branching import BranchGroup
+
             assert self._request.branch is not None
             self._num_free -= 1
             task, first = self._unbegun.popleft()

@@ -228,7 +228,8 @@ def collapsed_entropy(e: Evidence) -> Result:
 def _certain(e: Evidence) -> Result:
     """Return the finding if low entropy explains why most groups have equal rewards, many of them without success."""
     equal, entropy = e.numbers.get("equal_groups", 0.0), e.numbers.get("entropy", math.nan)
-    failed = equal - e.numbers.get("success", 0.0)  # at least this share of the groups, if no chains are given
+    # At least this share of the groups, if no chains are given
+    failed = equal - e.numbers.get("success", 0.0)
     if e.groups:
         equal = sum(len({t.reward for t in group}) == 1 for group in e.groups) / len(e.groups)
         failed, entropy = len(e.flat_groups) / len(e.groups), e.uncertainty

@@ -33,7 +33,8 @@ class SandboxServer(Server):
         self._closed = False
 
     async def __aenter__(self) -> SandboxServer:
-        self._web = await asyncio.to_thread(import_web)  # the first import takes longer than the event loop may block
+        # The first import takes longer than the event loop may block.
+        self._web = await asyncio.to_thread(import_web)
         await self._set_up(handler_cancellation=True)  # a request must not outlive its command
         return self
 

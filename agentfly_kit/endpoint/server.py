@@ -14,7 +14,8 @@ from agentfly_kit.endpoint.reply import RequestError
 from agentfly_kit.errors import SettingsError
 
 _MAX_BODY = 32 * 1024**2  # bytes
-KEY_PREFIX = "afk-"  # the keys of frameworks, which a client may send in the header, do not have this prefix
+# The keys of frameworks, which a client may send in the header, do not have this prefix.
+KEY_PREFIX = "afk-"
 _HOSTS = ("127.0.0.1", "localhost")
 # Async function of (method, path, body) that returns an `Answer`.
 Handler = Callable[[str, str, bytes], Awaitable[Any]]

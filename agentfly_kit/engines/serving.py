@@ -82,7 +82,8 @@ class VLLMServer(Displayable):
     def engine(self, **settings: Any) -> OpenAIEngine:
         """Return an engine that samples token ids on this server. `settings` are those of `OpenAIEngine`."""
         engine = OpenAIEngine(self.url, _MODEL, tokens="exact", stop_ids=self._model.stop_ids, **settings)
-        weakref.finalize(engine, lambda _: None, self)  # do not garbage-collect the server while an engine is in use
+        # Do not garbage-collect the server while an engine is in use.
+        weakref.finalize(engine, lambda _: None, self)
         return engine
 
     async def start(self) -> VLLMServer:

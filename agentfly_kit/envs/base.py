@@ -180,7 +180,11 @@ def reward(sandbox_type: type) -> Reward[..., Any] | None:
             more["state"] = await _call(state, environment=environment)
         return await _call(getattr(environment, name), **more)
 
-    sandboxes = {name: given for name, given in _hints(method).items() if _is_sandbox(given)}
+    sandboxes = {
+        name: given
+        for name, given in _hints(method).items()
+        if getattr(injection(given), "source", None) == "sandbox"
+    }
     own = inspect.Parameter("environment", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     hidden = [own.replace(name=name, kind=own.KEYWORD_ONLY) for name in ("context", "trajectory")]
     others = [
@@ -215,11 +219,6 @@ def _hints(method: Any) -> dict[str, Any]:
         return type_hints(method)
     except Exception:  # a name is imported only under TYPE_CHECKING; then no parameter can request a sandbox
         return {}
-
-
-def _is_sandbox(annotation: Any) -> bool:
-    wanted = injection(annotation)
-    return wanted is not None and wanted.source == "sandbox"
 
 
 async def _replay(environment: Any, sandbox_type: type, context: Context, trajectory: Any) -> None:

@@ -124,11 +124,8 @@ def shown(number: Any) -> str:
     import sympy
 
     text: str = sympy.sstr(number)
-    return re.sub(r"sqrt\(([^()]*)\)", lambda m: f"{_bracketed(m[1])}^(1/2)", text).replace("**", "^")
-
-
-def _bracketed(text: str) -> str:
-    return text if re.fullmatch(r"\w+", text) else f"({text})"
+    text = re.sub(r"sqrt\((\w+)\)", r"\1^(1/2)", text)
+    return re.sub(r"sqrt(\([^()]*\))", r"\1^(1/2)", text).replace("**", "^")
 
 
 def boxed(text: str) -> str:

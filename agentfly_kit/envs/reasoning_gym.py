@@ -23,7 +23,8 @@ DATASETS = ("basic_arithmetic", "chain_sum", "gcd", "lcm", "letter_counting", "s
 
 
 def _package() -> Any:
-    with warnings.catch_warnings():  # Python warns that the dependency cellpylib compares literals with `is`
+    # Python warns that the dependency cellpylib compares literals with `is`.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)
         import reasoning_gym
     return reasoning_gym

@@ -236,7 +236,8 @@ def _action_ids(
     text = whole.removeprefix(prompt)
     ends = [(text.rfind(stop), stop) for stop in chat.template.stops()]
     end, stop = max(ends, default=(-1, ""))
-    if text == whole or end < 0:  # the template renders history differently, or without an end-of-turn token
+    # In these cases, the template renders history differently, or without an end-of-turn token.
+    if text == whole or end < 0:
         text = chat._with_written_calls(message)["content"]
         if chat._open_tag:
             thinking = message.get("thinking") or ""

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import importlib.util
 import math
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +55,16 @@ def load_gguf(file: Path, **options: Any) -> tuple[Any, Any]:
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+    from transformers.utils import logging as transformers_logging
 
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    with _without_progress_bar():
-        found: Any = AutoModelForCausalLM.from_pretrained(
-            **where, quantization_config=GgufConfig(dequantize=True), output_loading_info=True, **options
-        )
+    # The progress bar of the conversion has no setting. That of transformers can be disabled; see `without_output`.
+    conversion: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
+    conversion.tqdm = transformers_logging.tqdm
+    found: Any = AutoModelForCausalLM.from_pretrained(
+        **where, quantization_config=GgufConfig(dequantize=True), output_loading_info=True, **options
+    )
     model, report = found
     if missing := sorted(report["missing_keys"]):
         raise PolicyError(f"{file.name} lacks {len(missing)} weights of the model, such as {missing[0]}")
@@ -77,18 +78,6 @@ def load_gguf(file: Path, **options: Any) -> tuple[Any, Any]:
             )
     model.name_or_path = str(file)  # the base model in the config of an adapter
     return model, tokenizer
-
-
-@contextlib.contextmanager
-def _without_progress_bar() -> Iterator[None]:
-    """Disable the progress bar of the conversion, which has no setting and which notebooks would save."""
-    conversion: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-    shown = conversion.tqdm
-    conversion.tqdm = lambda tensors, **_: tensors
-    try:
-        yield
-    finally:
-        conversion.tqdm = shown
 
 
 def check_gguf(file: Path) -> int:

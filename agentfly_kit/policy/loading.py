@@ -178,23 +178,20 @@ def check_hub(name: str, kwargs: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def without_output() -> Iterator[None]:
-    """Disable the progress bar of transformers, which notebooks would save, and a warning about a default config."""
+    """Disable the progress bars of transformers, which notebooks would save, and warnings about default configs."""
     from transformers.utils import logging as transformers_logging
 
-    shown, logger = (
+    shown, configs = (
         transformers_logging.is_progress_bar_enabled(),
         logging.getLogger("transformers.configuration_utils"),
     )
+    level = configs.level
     transformers_logging.disable_progress_bar()
-    logger.addFilter(_concerns_model)
+    # For example, the default config of Idefics3 has an invalid `pad_token_id`.
+    configs.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.removeFilter(_concerns_model)
+        configs.setLevel(level)
         if shown:
             transformers_logging.enable_progress_bar()
-
-
-def _concerns_model(record: logging.LogRecord) -> bool:
-    """Return False for the warning about `pad_token_id` of Idefics3's default config, which every loading logs."""
-    return "got 128002" not in record.getMessage()

@@ -70,7 +70,8 @@ class Policy(Displayable, LanguageModel):
         if next(iter(model.parameters())).dtype == torch.bfloat16:
             warn_if_bfloat16_is_slow(self.device)
         use_soft_caps(model)
-        self.model.eval()  # with dropout, the trained distribution would differ from the one that is sampled
+        # With dropout, the trained distribution would differ from the one that is sampled.
+        self.model.eval()
         if value_head is True:
             self.value_head = ValueHead(self.width).to(self.device)
         elif value_head == "separate":
@@ -143,7 +144,8 @@ class Policy(Displayable, LanguageModel):
         folder = policy_folder(path)
         path = str(folder.resolve()) if folder.exists() else str(path)  # adapters record the path of their base model
         meta = read_json(folder / "policy.json")
-        read_json(folder / "generation_config.json")  # if damaged, transformers would ignore it and its end tokens
+        # If damaged, transformers would ignore it and its end tokens.
+        read_json(folder / "generation_config.json")
         # If the folder contains an adapter, its config names the base model to load.
         weights = path
         has_adapter = (folder / "adapter_config.json").exists()

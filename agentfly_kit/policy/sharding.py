@@ -24,7 +24,8 @@ from agentfly_kit.policy.value_head import VALUE_HEAD_PREFIX, Critic
 if TYPE_CHECKING:
     from agentfly_kit.policy.policy import Policy
 else:
-    Policy = Displayable  # Python changes the class of a policy only to one with the same first base
+    # Python changes the class of a policy only to one with the same first base.
+    Policy = Displayable
 
 
 def shard(policy: Policy, accelerator: Any) -> Policy:

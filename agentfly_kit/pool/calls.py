@@ -126,7 +126,8 @@ def end(slot: Any) -> None:
 
 def kill_all(slots: Mapping[int, Any]) -> None:
     """Kill all sandboxes of a pool. Called when the pool is closed or garbage-collected, or when Python exits."""
-    with contextlib.ExitStack() as each:  # kills every sandbox, even if SIGINT raises KeyboardInterrupt in one
+    # This kills every sandbox, even if SIGINT raises KeyboardInterrupt in one.
+    with contextlib.ExitStack() as each:
         for slot in list(slots.values()):
             sandbox, slot.sandbox = slot.sandbox, None
             each.callback(kill, sandbox)

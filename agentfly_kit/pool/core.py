@@ -114,11 +114,17 @@ class PoolCore(Generic[S]):
 
         loop.call_later(max(0.0, due - time.monotonic()) + 0.01, wake_up)
 
-    def _forget_closed_loops(self) -> None:
-        """Cancel requests of closed event loops, and kill sandboxes whose start, reset or close they interrupted."""
+    def _forget_closed_loops(self) -> bool:
+        """Cancel requests of closed event loops, and kill sandboxes whose start, reset or close they interrupted.
+
+        Return True if sandboxes were leased in event loops that have been closed since the last call.
+        """
         with self._lock:
-            granted = [slot.ticket for slot in self._state.slots.values() if slot.ticket is not None]
-            futures = [*self._state.waiters, *granted]
+            slots = list(self._state.slots.values())
+            futures = [*self._state.waiters, *(slot.ticket for slot in slots if slot.ticket is not None)]
+            abandoned = [slot for slot in slots if slot.loop is not None and slot.loop.is_closed()]
+            for slot in abandoned:
+                slot.loop = None
         for future in futures:
             if future.get_loop().is_closed():
                 self._dispatch(self._state.cancelled, future)
@@ -126,6 +132,7 @@ class PoolCore(Generic[S]):
             if task.get_loop().is_closed():
                 self._tasks.pop(slot, None)
                 self._kill_slot(slot)
+        return bool(abandoned)
 
     def _on_turn_changed(self, lease: Lease[S]) -> None:
         slot = self._state.slots.get(lease.id)

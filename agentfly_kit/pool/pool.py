@@ -12,6 +12,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import Any, Self, TypeVar, cast
 
+from .._async.gc_pause import collect
 from .._async.interrupts import keep_interruptible
 from .._display import Displayable
 from ..errors import PoolTimeout, SettingsError, check_count, check_value, suggest_keyword
@@ -198,14 +199,16 @@ class Pool(Displayable, PoolCore[S]):
         """
         timeout = self.acquire_timeout if timeout is None else timeout
         deadline = time.monotonic() + timeout
-        self._forget_closed_loops()
+        if self._forget_closed_loops():
+            # Chains that were dropped together with their event loop are in reference cycles.
+            collect()
         # Repeat if the granted sandbox has died. If the pool was closed, the next request raises PoolClosed.
         while True:
             slot = await self._request(owner, run, queue, deadline, timeout)
             with self._lock:
                 if slot.state == "leased" and slot.sandbox is not None:
                     lease = Lease(self, slot.id, slot.sandbox, owner, slot.worker)
-                    slot.lease, slot.ticket = weakref.ref(lease), None
+                    slot.lease, slot.ticket, slot.loop = weakref.ref(lease), None, asyncio.get_running_loop()
                     break
         self._schedule_wakeup()
         return lease
@@ -283,7 +286,8 @@ class Pool(Displayable, PoolCore[S]):
         self._dispatch(self._state.close)
         for slot in list(self._tasks):
             await self._wait_for_task(slot)
-        self._finalizer()  # kill sandboxes whose `close` was scheduled on an event loop that is closed by now
+        # Kill sandboxes whose `close` was scheduled on an event loop that is closed by now.
+        self._finalizer()
 
     async def __aenter__(self) -> Self:
         return self

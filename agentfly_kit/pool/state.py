@@ -41,6 +41,7 @@ class Slot:
     sandbox: Any = None
     worker: Worker = field(default_factory=Worker)
     lease: weakref.ref[Any] | None = None
+    loop: Any = None  # event loop in which the sandbox was leased
 
 
 class Waiter(NamedTuple):
@@ -86,7 +87,8 @@ class PoolState:
         self.slots: dict[int, Slot] = {}
         # Slots in each state, in the order in which they entered it, so that events need not iterate over all slots.
         self._in_state: dict[SlotState, dict[int, Slot]] = {state: {} for state in get_args(SlotState)}
-        self.waiters: dict[Any, Waiter] = {}  # ticket (any hashable object) -> waiter, in order of arrival
+        # Ticket (any hashable object) -> waiter, in order of arrival
+        self.waiters: dict[Any, Waiter] = {}
         self.closed = False
         self.failures = 0
         self.last_error: BaseException | None = None
@@ -252,7 +254,7 @@ class PoolState:
     def _move(self, slot: Slot, state: SlotState, reason: str = "") -> None:
         owner = slot.owner
         if state != "leased":
-            slot.owner = slot.ticket = slot.turn = None
+            slot.owner = slot.ticket = slot.turn = slot.loop = None
         del self._in_state[slot.state][slot.id]
         self._in_state[state][slot.id] = slot
         slot.state, slot.since = state, self._now

@@ -51,8 +51,10 @@ class StepInputs:
     old_logprobs: Tensor  # denominator of the probability ratio
     ref_logprobs: Tensor | None
     importance_weights: Tensor | None  # from `PPOConfig.correction`
-    sampler_gap: float  # largest difference between logprobs of sampler and policy, in nats; NaN if not compared
-    effective_sample_size: float  # for the importance weights, as a fraction; NaN without a correction
+    # Largest difference between logprobs of sampler and policy, in nats; NaN if not compared
+    sampler_gap: float
+    # For the importance weights, as a fraction; NaN without a correction
+    effective_sample_size: float
     # Whether `old_logprobs` come from the sampler and must be compared with the policy's in the first update.
     is_provisional: bool = False
 
@@ -139,7 +141,8 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
             "was made with another tokenizer"
         )
     _check_vocabulary(policy, batch)
-    if batch.imitation:  # the tokens may not have been sampled by this policy, so they have no probability ratio
+    # Imitated tokens may not have been sampled by this policy, so they have no probability ratio.
+    if batch.imitation:
         if config.loss != "reinforce" or config.old_logprobs != "engine":
             raise BatchError(
                 "ppo_step needs a batch of sampled tokens; use imitation_step for a batch of collate(imitate=)"

@@ -110,7 +110,8 @@ def clip_and_step(policy: Policy, optimizer: torch.optim.Optimizer, max_grad_nor
     """Clip the gradients, make one optimizer step, increment the version, and return the norm before clipping."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for p in parameters:
-        if p.grad is None:  # Adam's moments change a parameter even if it has no gradient in this minibatch
+        # Adam's moments change a parameter even if it has no gradient in this minibatch.
+        if p.grad is None:
             p.grad = torch.zeros_like(p)
     norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf if max_grad_norm is None else max_grad_norm)
     if policy.accelerator is not None:

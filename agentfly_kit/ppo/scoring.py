@@ -83,7 +83,8 @@ def importance_weights(batch: Batch, old_logprobs: Tensor, config: PPOConfig) ->
         return None, math.nan
     options = config.correction_options()
     sampler = batch.logprobs
-    if batch.kept_mass is not None:  # the recorded logprobs are from before truncation, so divide by the kept mass
+    # The recorded logprobs are from before truncation, so divide by the kept mass.
+    if batch.kept_mass is not None:
         sampler = sampler - torch.where(batch.mask, batch.kept_mass, 1.0).log()
     weights = losses.importance_weights(old_logprobs, sampler, batch.mask, **options)
     level = options.get("level", "token")

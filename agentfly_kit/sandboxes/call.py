@@ -133,7 +133,8 @@ class Call(Watch):
         self.truncated = self.timed_out = False
         # The interpreter has replied, even if the caller was cancelled before it took the reply.
         self.answered = False
-        self.violated = False  # the interpreter has sent something other than replies, or closed its socket
+        # True if the interpreter has sent something other than replies, or closed its socket
+        self.violated = False
         self.limit: Limit | None = None
         self.status: int | None = None
         self.began = time.perf_counter()
@@ -142,7 +143,8 @@ class Call(Watch):
         # Time in seconds that the code itself has used up to `sampled_at`, and time during which it may have stopped
         # itself; see `sample`.
         self.own, self.unclear, self.sampled_at, self.cpu_sampled = 0.0, 0.0, self.began, self.cpu_before
-        self.held_up = False  # True if the call was stopped although its code had not used up its time
+        # True if the call was stopped although its code had not used up its time
+        self.held_up = False
         self.on_readable(replies.socket.fileno(), self.read_reply)
         self.on_readable(control.socket.fileno(), self.read_control)
         for pipe, kept in zip(self.pipes, self.printed, strict=True):
@@ -163,7 +165,8 @@ class Call(Watch):
             self.loop.add_writer(file, self.send)
             return
         except OSError:
-            self.request = b""  # the interpreter has exited, which is handled when the sockets are read
+            # The interpreter has exited, which is handled when the sockets are read.
+            self.request = b""
         self.loop.remove_writer(file)
 
     def read_reply(self) -> None:
@@ -200,7 +203,8 @@ class Call(Watch):
                     self.status = int(message["status"])
                     self.sandbox._interpreter_ended(self.status)
                     if not self.done.done() and not self.violated and self.replies.socket.fileno() in self._files:
-                        self.read_reply()  # the interpreter may have sent a valid reply before it exited
+                        # The interpreter may have sent a valid reply before it exited.
+                        self.read_reply()
                     self.finish(None)
         except EOFError:
             self.remove(self.control.socket.fileno())
@@ -244,7 +248,8 @@ class Call(Watch):
             self.unclear += 0.0 if set("R!") & set(states) else elapsed - passed
             limits.extend(now - (elapsed - passed), now)  # the limit of the tool that makes this call
         else:
-            passed = min(elapsed, 2 * _POLL_SECONDS)  # a late sample means that this process itself was held up
+            # A late sample means that this process itself was held up.
+            passed = min(elapsed, 2 * _POLL_SECONDS)
         self.own += passed
         self.sampled_at, self.cpu_sampled = now, cpu
 
@@ -342,7 +347,8 @@ class Call(Watch):
         value, error, error_type = (_encodable(fields.get(name)) for name in ("value", "error", "type"))
         if reply is None:
             error = death_message(limit, self.status, self.timeout, sandbox._closed)
-        max_chars = 4 * sandbox.max_output  # shorter already, unless the code inside forged the reply
+        # Shorter already, unless the code inside forged the reply.
+        max_chars = 4 * sandbox.max_output
         return SandboxResult(
             stdout=self.printed[0].decode("utf-8", "replace"),
             stderr=self.printed[1].decode("utf-8", "replace"),

@@ -94,7 +94,8 @@ class Sandbox(Startable):
         self._packages = packages
         self._last: asyncio.Future[None] | None = None  # done when the last call in the queue has ended
         self._closed = False
-        self._call_count = 0  # calls since the start or the last reset; if not 0, the sandbox may contain state
+        # Calls since the start or the last reset; if not 0, the sandbox may contain state
+        self._call_count = 0
         self._handle: process.SandboxProcess | None = None
         self._finalizer: weakref.finalize[..., Sandbox] | None = None
         self._control: JSONLines | None = None
@@ -105,8 +106,10 @@ class Sandbox(Startable):
         self._nonce = 0  # id of the running call
         self._own_seconds = 0.0  # sum of `Call.own` over all calls
         self._has_interpreter = False  # True while an interpreter is running
-        self._unreported: SandboxResult | None = None  # an exit between two calls, which the next call reports
-        self._abandoned: bytes | None = None  # unsent part of a call that was cancelled while it ran
+        # An exit between two calls, which the next call reports
+        self._unreported: SandboxResult | None = None
+        # Unsent part of a call that was cancelled while it ran
+        self._abandoned: bytes | None = None
         self._interrupted = False  # True if an interrupt may not have been delivered yet
         self._limit_hits = LimitHits()
 
@@ -228,7 +231,8 @@ class Sandbox(Startable):
         try:
             await asyncio.shield(ending)
         except asyncio.CancelledError:
-            handle.destroy()  # waits a few ms for the thread, because no process may outlive the event loop
+            # This waits a few ms for the thread, because no process may outlive the event loop.
+            handle.destroy()
             raise
 
     def kill(self) -> None:
@@ -321,7 +325,10 @@ class Sandbox(Startable):
             raise SandboxError(f"this {type(self).__name__} is {'closed' if self._closed else 'dead'}")
         if self._abandoned is not None and self._has_interpreter:
             # An earlier call was cancelled and interrupted. Wait for it to end, and kill it if it keeps running.
-            await self._outcome(Call(self, self._abandoned, GRACE_SECONDS))
+            earlier = await self._outcome(Call(self, self._abandoned, GRACE_SECONDS))
+            if earlier.died:
+                why = "a cancelled call was killed, because it did not stop"
+                self._unreported = SandboxResult(error=why, died=True, files_lost=earlier.files_lost)
         if self._interrupted and self._has_interpreter:
             # Wait until the zygote has delivered the interrupt. Otherwise, if the interrupted call answers first, a
             # late interrupt could hit the next call.
@@ -382,7 +389,8 @@ class Sandbox(Startable):
         assert handle is not None
         self._has_interpreter, self._unreported = False, None
         self._abandoned = None
-        self._interrupted = False  # a pending interrupt reaches the previous interpreter, as commands run in order
+        # A pending interrupt reaches the previous interpreter, as commands run in order.
+        self._interrupted = False
         self._serial += 1
         handle.close_channels()
         handle.data, data = socket.socketpair()

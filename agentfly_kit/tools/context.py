@@ -288,7 +288,8 @@ async def temporary_context(
             own.append(Pool(sandbox_type, size=1))
     context = Context(task, trajectory_id=f"try {task.id}", pools=[*given, *own])
     try:
-        with threads.using():  # do not run in the threads of the sandboxes of a tool that makes this call
+        # Do not run in the threads of the sandboxes of a tool that makes this call.
+        with threads.using():
             yield context
     finally:
         try:

@@ -132,7 +132,8 @@ class InjectedFunction(Generic[P, R]):
             ) from None
         fixed = function.keywords if isinstance(function, functools.partial) else {}
         parameters = [p for p in inspect.signature(function).parameters.values() if p.name not in fixed]
-        outer = plain.__qualname__.rpartition(".")[0]  # "", "Class", "maker.<locals>" or "maker.<locals>.Class"
+        # "", "Class", "maker.<locals>" or "maker.<locals>.Class"
+        outer = plain.__qualname__.rpartition(".")[0]
         # A function is a method if it is defined in a class body and its first parameter is `self`.
         self._method = bool(parameters) and parameters[0].name == "self" and outer != "" and not outer.endswith(">")
         if parameters and parameters[0].name == "self" and not self._method:

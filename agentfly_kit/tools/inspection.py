@@ -19,7 +19,8 @@ from typing import Any
 
 from agentfly_kit.seeds import digest
 
-_sources: dict[int, str] = {}  # source code read when a code object was first seen, keyed by id of the code object
+# Source code read when a code object was first seen, keyed by id of the code object
+_sources: dict[int, str] = {}
 
 
 def source_of(function: Callable[..., Any]) -> str:

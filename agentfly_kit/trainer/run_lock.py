@@ -31,7 +31,8 @@ class _Held(NamedTuple):
     trainer: weakref.ref[Trainer]
 
 
-_held: dict[Path, _Held] = {}  # locks held by this process, keyed by the resolved path of the folder
+# Locks held by this process, keyed by the resolved path of the folder
+_held: dict[Path, _Held] = {}
 
 
 def _close_inherited() -> None:

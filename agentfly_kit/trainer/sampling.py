@@ -9,7 +9,7 @@ import math
 import numbers
 import warnings
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -22,12 +22,14 @@ from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.batch.filters import drop_reasons
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.evaluation import Evaluation, evaluate
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.fingerprint import describe
 from agentfly_kit.types import Task
+
+if TYPE_CHECKING:
+    from agentfly_kit.evaluation import Evaluation
 
 
 class RolloutSampler:
@@ -153,6 +155,8 @@ class RolloutSampler:
 
     async def evaluate(self, tasks: list[Task]) -> Evaluation:
         """Evaluate the policy with its current weights."""
+        from agentfly_kit.evaluation import evaluate
+
         await self.agent.engine.update(self.policy)
         limit, workers = self.config.max_concurrency, self.rollout_workers
         return await evaluate(self._pausable(self.agent), tasks, max_concurrency=limit, workers=workers)

@@ -7,12 +7,15 @@ import statistics
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.agent.rollout import Rollout, warn_about_success
-from agentfly_kit.evaluation import Evaluation
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trainer.config import TrainConfig
+
+if TYPE_CHECKING:
+    from agentfly_kit.evaluation import Evaluation
 
 # Names of the update statistics that are recorded if they are finite.
 _RECORDED_STATS = (

@@ -2,7 +2,7 @@
 
 import asyncio
 import signal
-import warnings
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -225,28 +225,32 @@ def test_event_loop_that_ends_during_a_rollout_leaves_nothing(how: str) -> None:
     asyncio.run(pool.close())
 
 
-def test_event_loop_that_is_closed_without_cancelling() -> None:
-    """The tasks are garbage collected without being cancelled."""
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("when", ["leased", "sampling", "sampled"])
+def test_event_loop_that_is_closed_without_cancelling(when: str) -> None:
+    """The tasks are garbage collected without being cancelled, although the engine has their requests or results."""
     pool = af.Pool(ForkingBox, size=2)
     a = everything(pool)
-    b = agent(fresh())
-    loop = asyncio.new_event_loop()
-    runs = [loop.create_task(x.rollout(t)) for x, t in ((a, TASKS), (b, tasks(8)))]
+    b = agent(fresh(), sampling=af.Sampling(max_tokens=40), pools=[pool], before_turn=lease)
+    loop, batch = asyncio.new_event_loop(), b.engine._batch
+    for x, given in ((a, TASKS), (b, tasks(8)))[when != "leased" :]:
+        loop.create_task(x.rollout(given))
 
-    async def first_lease() -> None:  # in passes of the loop, before the engine has sampled in its thread
-        while not pool.snapshot().leased:
+    async def begun() -> None:  # in passes of the loop, before the engine has sampled in its thread
+        while not (pool.snapshot().leased if when == "leased" else batch.sampled):
             await asyncio.sleep(0)
 
-    loop.run_until_complete(first_lease())
+    loop.run_until_complete(begun())
     for task in asyncio.all_tasks(loop):
         task._log_destroy_pending = False  # type: ignore[attr-defined]  # that is what this test does
+    while when == "sampled" and batch.table.active:
+        time.sleep(0.01)
+    del task
     loop.close()
-    del runs
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # asyncio and the leases warn that they were dropped
-        import gc
+    assert [t.error for t in asyncio.run(b.rollout(tasks(3)))] == [None] * 3
+    assert [t.reward for t in asyncio.run(a.rollout(TASKS))] == [1.5] * 4
+    asyncio.run(pool.close())
 
-        gc.collect()
-        assert [t.reward for t in asyncio.run(a.rollout(TASKS))] == [1.5] * 4
-        assert len(asyncio.run(b.rollout(tasks(3)))) == 3
-        asyncio.run(pool.close())
+
+async def lease(chain: Any) -> None:
+    await chain.context.sandbox(ForkingBox)

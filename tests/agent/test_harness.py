@@ -348,6 +348,23 @@ async def test_a_client_that_leaves_does_not_end_the_chain() -> None:
     assert sum(int(row.action_mask.sum()) for row in t.rows) == len(chat().encode("5")) + 1
 
 
+async def test_an_action_is_recorded_only_if_a_client_receives_it() -> None:
+    ask = [{"role": "user", "content": "a"}]
+    for passes in range(1, 20):  # of the event loop, until the first request is cancelled
+
+        async def leaving(endpoint: af.Endpoint, passes: int = passes) -> str:
+            left = asyncio.ensure_future(endpoint.chat(ask))
+            for _ in range(passes):
+                await asyncio.sleep(0)
+            left.cancel()
+            (received,) = await asyncio.gather(left, return_exceptions=True)
+            await endpoint.chat(ask)
+            return str(1 + isinstance(received, dict))
+
+        t = await harnessed(leaving, ["5", "5"]).chain(TASK).run()
+        assert (t.final, t.error) == (str(len(t.actions)), None), passes
+
+
 async def test_an_endpoint_is_closed_whenever_its_chain_is_cancelled() -> None:
     for passes in range(12):  # of the event loop, after the harness has ended
         endpoints: list[af.Endpoint] = []

@@ -15,12 +15,13 @@ CALL = call("3+3")
 TASKS = [af.Task(f"t{i}", ({"role": "user", "content": f"What is 3+3? ({i})"},), {"answer": "6"}) for i in range(5)]
 
 
-async def test_before_turn_can_write_the_action() -> None:
-    def first_call(chain: af.Chain) -> None:
-        if chain.actions == 0:
-            chain.force(CALL, author="hook")
+def force_first_call(chain: af.Chain) -> None:
+    if chain.actions == 0:
+        chain.force(CALL, author="hook")
 
-    for t in await scripted(["never said", "6"], before_turn=first_call).rollout(TASKS):
+
+async def test_before_turn_can_write_the_action() -> None:
+    for t in await scripted(["never said", "6"], before_turn=force_first_call).rollout(TASKS):
         assert [(x.kind, x.author) for x in t.turns] == [
             ("prompt", "task"), ("forced", "hook"), ("observation", "tool"), ("action", "script"),
         ]  # fmt: skip
@@ -52,11 +53,9 @@ async def test_forks_of_a_policy_differ_and_are_reproducible() -> None:
     def once(chain: af.Chain) -> int:
         return 3 if chain.key.fork == "" and chain.actions == 1 else 0
 
-    def force(chain: af.Chain) -> None:
-        if chain.actions == 0:
-            chain.force(CALL, author="hook")
-
-    made = agent(sampling=af.Sampling(max_tokens=16, temperature=3.0), before_turn=force, after_observation=once)
+    made = agent(
+        sampling=af.Sampling(max_tokens=16, temperature=3.0), before_turn=force_first_call, after_observation=once
+    )
     rollout = await made.rollout(TASKS, max_concurrency=2)
     again = await made.rollout(TASKS, max_concurrency=64)
     assert [(t.id, t.ids.tolist()) for t in rollout] == [(t.id, t.ids.tolist()) for t in again]

@@ -186,6 +186,16 @@ def test_a_call_that_is_dropped_with_its_event_loop_leaves_nothing(level: str):
     gc.collect()
 
 
+async def test_the_call_after_a_cancelled_one_that_was_killed_says_that_variables_are_lost(level: str):
+    async with af.PythonSandbox(isolation=level) as sandbox:
+        call = await begun(sandbox, IGNORES_INTERRUPTS)
+        call.cancel()
+        await asyncio.wait([call])
+        result = await sandbox.run("1")
+        assert (result.died, result.error) == (True, "a cancelled call was killed, because it did not stop")
+        assert (await sandbox.run("1")).value == "1"
+
+
 HOG = "x = bytearray(150 * 2 ** 20)"
 
 

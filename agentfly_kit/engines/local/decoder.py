@@ -230,27 +230,25 @@ class FusedLlamaDecoder:
 
 def _is_supported(trunk: Any) -> bool:
     config = trunk.config
-    types = set(getattr(config, "layer_types", None) or ())
-    if config.model_type not in _FAMILIES or getattr(config, "sliding_window", None) or types - {"full_attention"}:
-        return False
     rope = getattr(config, "rope_parameters", None) or {}
-    if rope.get("rope_type") != "default" or float(rope.get("partial_rotary_factor", 1.0)) != 1.0:
-        return False
-    if config.hidden_act != "silu" or type(trunk.embed_tokens) is not nn.Embedding:
-        return False
-    parameters = list(trunk.parameters())
-    if sum(p.numel() for p in parameters) > _MAX_PARAMETERS:
-        return False
-    if any(p.device.type != "cpu" or p.dtype != torch.float32 for p in parameters):
-        return False
-    if any(m._forward_hooks or m._forward_pre_hooks for m in trunk.modules()):
-        return False
-    for layer in trunk.layers:
-        a, mlp = layer.self_attn, layer.mlp
-        without_bias = (a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-        # An adapter would wrap these modules, which changes their type.
-        if any(type(m) is not nn.Linear for m in (a.q_proj, a.k_proj, a.v_proj, *without_bias)):
-            return False
-        if any(m.bias is not None for m in without_bias):
-            return False
-    return True
+    return (
+        config.model_type in _FAMILIES
+        and not getattr(config, "sliding_window", None)
+        and set(getattr(config, "layer_types", None) or ()) <= {"full_attention"}
+        and rope.get("rope_type") == "default"
+        and float(rope.get("partial_rotary_factor", 1.0)) == 1.0
+        and config.hidden_act == "silu"
+        and type(trunk.embed_tokens) is nn.Embedding
+        and sum(p.numel() for p in trunk.parameters()) <= _MAX_PARAMETERS
+        and all(p.device.type == "cpu" and p.dtype == torch.float32 for p in trunk.parameters())
+        and not any(m._forward_hooks or m._forward_pre_hooks for m in trunk.modules())
+        and all(map(_has_plain_projections, trunk.layers))
+    )
+
+
+def _has_plain_projections(layer: Any) -> bool:
+    a, mlp = layer.self_attn, layer.mlp
+    without_bias = (a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
+    # An adapter would wrap these modules, which changes their type.
+    linear = all(type(m) is nn.Linear for m in (a.q_proj, a.k_proj, a.v_proj, *without_bias))
+    return linear and all(m.bias is None for m in without_bias)

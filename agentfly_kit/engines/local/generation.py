@@ -11,6 +11,7 @@ from torch import Tensor
 
 from agentfly_kit import seeds
 from agentfly_kit._async.delivery import deliver
+from agentfly_kit._async.gc_pause import collect
 from agentfly_kit.engines.local.decoder import CachedForward, cached_forward
 from agentfly_kit.engines.local.kv_cache import aligned, padded
 from agentfly_kit.engines.local.sampling import sample_tokens
@@ -64,10 +65,9 @@ class ContinuousBatch:
         table.tick += 1
         for session in released:
             table.release(session)
-        self.waiting = [r for r in self.waiting if not r.cancelled]
-        for row in reversed(range(table.active)):
-            if table.running(row).cancelled:
-                table.retire(row)
+        if self._drop_cancelled():
+            # The chains of a closed event loop, which may hold leases, are in reference cycles.
+            collect()
         if self.waiting:
             for request in self.waiting:
                 request.waited += 1
@@ -77,6 +77,18 @@ class ContinuousBatch:
                     pass
         if table.active:
             self._decode()
+
+    def _drop_cancelled(self) -> bool:
+        """Remove the requests of cancelled callers and of closed event loops. Return True if a loop was closed."""
+        table = self.table
+        closed = [r for r in (*self.waiting, *table.requests()) if r.future.get_loop().is_closed()]
+        for request in closed:
+            request.cancelled = True
+        self.waiting = [r for r in self.waiting if not r.cancelled]
+        for row in reversed(range(table.active)):
+            if table.running(row).cancelled:
+                table.retire(row)
+        return bool(closed)
 
     def fail(self, error: Exception) -> None:
         """Fail all requests with the error and discard the slots, whose state is now undefined."""
@@ -342,7 +354,8 @@ class _WeightMonitor:
         self._policy = policy
         self._key: tuple[int, int] | None = None
         self._values = torch.empty(0)
-        self._summaries: Tensor | None = None  # from the last thorough check; None if the weights have changed since
+        # From the last thorough check; None if the weights have changed since
+        self._summaries: Tensor | None = None
         self._probes: dict[object, Tensor] = {}
 
     def _summary(self, p: Tensor) -> Tensor:

@@ -157,7 +157,8 @@ class SlotTable:
         if not common and not empty:
             usable = np.array([slot.weights == self.weights for slot in self._slots])
             source, common = self.cache.longest_prefix(request.row_keys, own, usable)
-            if own is None:  # compute decoded keys again, because other chains affect which of them are still cached
+            # Compute decoded keys again, because other chains affect which of them are still cached.
+            if own is None:
                 common = min(common, int(self.cache.prefilled[source]))
         common = min(common, len(request.ids) - 1)  # at least one token must be computed for its logits
         if self.cache.is_recurrent and source is not None and common != self.cache.length[source]:

@@ -251,7 +251,8 @@ class ContainerProcess(SandboxProcess):
         self._end(self._remove_in_background)
 
     def _remove_in_background(self) -> None:
-        with contextlib.suppress(RuntimeError):  # Python is shutting down; the end of input ends the container
+        # Python is shutting down; the end of input ends the container.
+        with contextlib.suppress(RuntimeError):
             threading.Thread(target=self._remove, name="agentfly-container-removal", daemon=True).start()
 
 

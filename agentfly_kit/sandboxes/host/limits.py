@@ -90,7 +90,8 @@ def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarc
         own = Path("/proc/self/cgroup").read_text() if own is None else own
     except OSError:
         return None
-    paths: dict[str, str] = {}  # controller ("" for v2) -> path of this process's group below the mount
+    # Controller ("" for v2) -> path of this process's group below the mount
+    paths: dict[str, str] = {}
     for line in own.splitlines():
         _, controllers, path = line.split(":", 2)
         for controller in controllers.split(","):
@@ -178,7 +179,8 @@ class Group(Usage):
     def __init__(self, version: str, folders: Mapping[str, Path]) -> None:
         self.version = version
         self.folders = folders
-        self._killed = self._own_kills = 0  # for cgroup v1: all kills, and kills by this group's limit
+        # For cgroup v1: all kills, and kills by this group's limit
+        self._killed = self._own_kills = 0
 
     @classmethod
     def create(cls, hierarchy: Hierarchy, limits: Limits) -> Group:
@@ -261,9 +263,7 @@ class Group(Usage):
                 if (folder / "cgroup.kill").exists():
                     with contextlib.suppress(OSError):
                         (folder / "cgroup.kill").write_text("1")
-            for pid in pids:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(pid, 9)
+            processes.send(9, *pids)
             if time.monotonic() > deadline:
                 return False
             time.sleep(0.001)

@@ -57,7 +57,8 @@ class SandboxProcess:
         self.usage = Usage()
         self.scratch: str | None = None
         self.errors: BinaryIO | None = None
-        self.data: socket.socket | None = None  # this and `pipes`: host's ends of the interpreter's channels
+        # This and `pipes`: host's ends of the interpreter's channels
+        self.data: socket.socket | None = None
         self.pipes: tuple[int, ...] = ()
         self.dropped = False  # True if this host ended the sandbox deliberately
         self._lock = threading.Lock()
@@ -133,22 +134,16 @@ class SandboxProcess:
     def _kill(process: subprocess.Popen[bytes]) -> None:
         """Kill the process and its descendants, which would survive it at isolation levels without namespaces."""
         try:
-            _signal(process.pid, signal.SIGSTOP)  # a stopped process still adopts orphaned descendants
+            processes.send(signal.SIGSTOP, process.pid)  # a stopped process still adopts orphaned descendants
             for _ in range(100):
                 pids = [pid for pid in processes.descendants(process.pid) if not processes.is_dead(pid)]
-                for pid in pids:
-                    _signal(pid, signal.SIGKILL)
+                processes.send(signal.SIGKILL, *pids)
                 if not pids:
                     break
                 time.sleep(0.001)
         finally:
             process.kill()
             process.wait()
-
-
-def _signal(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, number)
 
 
 @functools.cache
@@ -237,7 +232,8 @@ def _launch(
     )  # fmt: skip
     if handle.group is not None and _lists_children():
         _confine(handle.group, handle.process)
-    with contextlib.suppress(BrokenPipeError):  # the zygote has exited; the wait for its answer reports the reason
+    # The zygote has exited; the wait for its answer reports the reason.
+    with contextlib.suppress(BrokenPipeError):
         handle.control.sendall(line)  # the zygote starts nothing before it has the settings
 
 

@@ -14,7 +14,8 @@ import sys
 
 _ALLOW, _KILL, _EPERM, _ENOSYS, _ENOTSUP = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026, 0x0005005F
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-_NR, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24  # offsets in seccomp_data; _FIRST, _SECOND: low halves of arguments
+# Offsets in seccomp_data; _FIRST, _SECOND: low halves of arguments
+_NR, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24
 
 # Denied system calls with their numbers on x86_64 and aarch64 (from the kernel's unistd tables), or None if absent.
 _DENIED: dict[str, tuple[int | None, int | None]] = {
@@ -72,7 +73,8 @@ _TIOCSTI = 0x5412
 # Commands that set the process to which a file sends signals, which may be SIGKILL: F_SETOWN, F_SETSIG and F_SETOWN_EX
 # of fcntl, FIOSETOWN and SIOCSPGRP of ioctl.
 _FCNTL_OWNER, _IOCTL_OWNER = (8, 10, 15), (0x8901, 0x8902)
-_PAIRED = (1, 5)  # allowed types of socket pairs: stream and seqpacket. Other pairs can send to sockets outside.
+# Allowed types of socket pairs: stream and seqpacket. Other pairs can send to sockets outside.
+_PAIRED = (1, 5)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
 

@@ -16,7 +16,8 @@ from collections.abc import Callable
 from typing import Any
 
 WORK_FOLDER = (
-    ""  # subfolder of the sandbox's folder in which a shell starts and file operations work; set by the host
+    # Subfolder of the sandbox's folder in which a shell starts and file operations work; set by the host
+    ""
 )
 CALLS: dict[str, Callable[..., Any]] = {}
 
@@ -52,7 +53,8 @@ REPLY = ReplyBuffer()
 
 def handle(name: str, arguments: str, size: int) -> RawRepr:
     """Call the function `name` in CALLS. Return the length of its answer and the answer's first `size` characters."""
-    linecache.clearcache()  # the interpreter caches the source of every cell, which may contain whole files
+    # The interpreter caches the source of every cell, which may contain whole files.
+    linecache.clearcache()
     answer: dict[str, Any]
     try:
         answer = {"answer": CALLS[name](**json.loads(arguments))}

@@ -18,7 +18,8 @@ from typing import Any
 from .base import CALLS, Refused, work_folder, write_new
 
 UNDO_BYTES = 8 * 2**20
-UNDO: deque[tuple[str, bytes | None]] = deque()  # path and previous content, or None if the file did not exist
+# Path and previous content, or None if the file did not exist
+UNDO: deque[tuple[str, bytes | None]] = deque()
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 

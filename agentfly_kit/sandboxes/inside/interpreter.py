@@ -51,7 +51,8 @@ class Interpreter:
         if settings["pdeathsig"]:
             prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         prctl(PR_SET_DUMPABLE, 1)
-        set_oom_score("500")  # when memory runs out, the kernel should kill this process, not the zygote
+        # When memory runs out, the kernel should kill this process, not the zygote.
+        set_oom_score("500")
         if restrictions is not None:
             rules, program = restrictions
             # The Landlock rule for a /proc file is lost when the kernel's cache drops the file, so keep the file open.

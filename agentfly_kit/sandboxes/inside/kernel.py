@@ -11,7 +11,8 @@ if TYPE_CHECKING:  # typing costs memory in every sandbox
     from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
-libc = ctypes.CDLL(None, use_errno=True)  # loaded before any fork, so that all interpreters share its pages
+# Loaded before any fork, so that all interpreters share its pages.
+libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prctl(option: int, value: int) -> None:
@@ -76,7 +77,8 @@ def drop_capabilities() -> None:
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(47, 4)  # PR_CAP_AMBIENT, clear all
     for capability in range(64):
-        prctl(24, capability)  # PR_CAPBSET_DROP; fails for capabilities that the kernel does not have
+        # PR_CAPBSET_DROP; fails for capabilities that the kernel does not have
+        prctl(24, capability)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     kernel("capset", header, (ctypes.c_uint32 * 6)())
 

@@ -1,4 +1,4 @@
-"""Helpers used on the host and inside sandboxes: inspect processes and their descendants, and empty a folder."""
+"""Helpers used on the host and inside sandboxes: inspect processes, send signals to them, and empty a folder."""
 
 from __future__ import annotations
 
@@ -28,6 +28,15 @@ def descendants(root: int) -> list[int]:
         except OSError:
             continue  # the process has ended in the meantime
     return found
+
+
+def send(number: int, *pids: int) -> None:
+    """Send a signal to processes, ignoring those that have ended."""
+    for pid in pids:
+        try:
+            os.kill(pid, number)
+        except OSError:
+            pass
 
 
 def activity(pids: list[int]) -> tuple[float, str]:

@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from .base import CALLS, Refused, home, work_folder
-from .processes import descendants, is_dead
+from .processes import descendants, is_dead, send
 
 # The sum must be less than 0.5 s, the time after which the host kills an interrupted interpreter.
 INTERRUPT_SECONDS, KILL_SECONDS = 0.2, 0.2
@@ -118,11 +118,7 @@ class Shell:
         status = self.status(INTERRUPT_SECONDS)
         deadline = time.monotonic() + KILL_SECONDS
         while status is None and self.process.poll() is None and time.monotonic() < deadline:
-            for pid in self.processes() - self.known:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except OSError:
-                    pass
+            send(signal.SIGKILL, *(self.processes() - self.known))
             status = self.status(0.02)
         return status
 
@@ -176,15 +172,6 @@ class Current:
     shell: Shell | None = None
 
 
-def send(number: int, *pids: int) -> None:
-    """Send a signal to processes, ignoring those that have ended."""
-    for pid in pids:
-        try:
-            os.kill(pid, number)
-        except OSError:
-            pass
-
-
 def get_shell() -> Shell:
     if Current.shell is None or Current.shell.process.poll() is not None:
         if Current.shell is not None:
@@ -203,7 +190,8 @@ def run(command: str, cpu_seconds: float | None) -> dict[str, Any]:
     try:
         shell = get_shell()
         shell.raise_cpu_limit(cpu_seconds)
-        began = True  # before the command can print anything, since an interrupt may follow at once
+        # Set before the command can print anything, since an interrupt may follow at once.
+        began = True
         shell.begin(command)
         status = shell.status(None)
     except Refused:

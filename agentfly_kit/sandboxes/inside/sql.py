@@ -48,7 +48,8 @@ def open_database(engine: str, memory_mb: int | None) -> None:
     connection: Any
     if engine == "sqlite":
         connection = sqlite3.connect(path(), isolation_level=None, check_same_thread=False)
-        connection.execute("PRAGMA synchronous=OFF")  # safe if the process is killed; only a power failure loses data
+        # Safe if the process is killed; only a power failure loses data.
+        connection.execute("PRAGMA synchronous=OFF")
         connection.execute("PRAGMA temp_store=MEMORY")
         if hasattr(connection, "setlimit"):
             connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LONGEST)

@@ -37,7 +37,7 @@ from .kernel import (
     restrict,
     set_oom_score,
 )
-from .processes import descendants, is_dead, wipe
+from .processes import descendants, is_dead, send, wipe
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:  # typing and the Python parts of socket cost memory in every sandbox
@@ -239,11 +239,7 @@ class Zygote:
         while True:
             victims = descendants(os.getpid()) or ([self.worker] if self.worker else [])
             for number in (signal.SIGSTOP, signal.SIGKILL):
-                for pid in victims:
-                    try:
-                        os.kill(pid, number)
-                    except OSError:
-                        pass
+                send(number, *victims)
             if self.reap():
                 return
             if time.monotonic() > deadline:
