@@ -24,7 +24,7 @@ def running(command: str) -> set[int]:
 def alive(pid: int) -> bool:
     """Return whether a process runs. A zombie does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 

@@ -268,6 +268,6 @@ def test_a_kernel_that_is_interrupted_restarted_or_killed(level: str, end: str):
 
 def command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ")
     except OSError:
         return ""

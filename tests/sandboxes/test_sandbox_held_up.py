@@ -49,7 +49,7 @@ async def signal_all(box: Any, number: int) -> None:
 
 
 def stopped(pid: int) -> bool:
-    with open(f"/proc/{pid}/stat") as file:
+    with open(f"/proc/{pid}/stat", errors="replace") as file:
         return file.read().rpartition(")")[2].split()[0] == "T"
 
 

@@ -40,7 +40,7 @@ def _descends(pid: int) -> bool:
         while pid > 1:
             if pid == os.getpid():
                 return True
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     return False
 
 

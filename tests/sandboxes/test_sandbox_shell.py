@@ -76,6 +76,11 @@ async def test_the_state_of_the_shell_persists(sandbox: af.ShellSandbox):
     assert (await sandbox.run("cd -; python -c 'import sys, numpy; print(sys.version_info[0])'")).ok
 
 
+async def test_the_name_of_the_shell_may_have_any_bytes(sandbox: af.ShellSandbox):
+    await sandbox.run(r"printf '\377' > /proc/$$/comm; kept=1")
+    assert (await sandbox.run("echo $kept")).text == "1"
+
+
 async def test_the_shell_survives_a_timeout(sandbox: af.ShellSandbox, level: str, never_killed: None):
     await never_kill_commands(sandbox)
     # Bash lets `sleep` ignore the interrupt, but not a subshell, which survives where the kernel lists processes.

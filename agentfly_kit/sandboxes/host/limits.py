@@ -86,7 +86,7 @@ class Hierarchy:
 def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarchy | None:
     """Find the folders for control groups. `mounts` and `own` replace /proc/self/mounts and /proc/self/cgroup."""
     try:
-        mounts = Path("/proc/self/mounts").read_text() if mounts is None else mounts
+        mounts = Path("/proc/self/mounts").read_text(errors="replace") if mounts is None else mounts
         own = Path("/proc/self/cgroup").read_text() if own is None else own
     except OSError:
         return None

@@ -20,7 +20,7 @@ SCRATCH = "agentfly-sandbox-"
 
 def start_time(pid: int) -> str:
     """Return the start time of a process, in clock ticks since boot. Raises OSError if it does not exist."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
 
 
 @functools.cache

@@ -293,7 +293,7 @@ def processor_seconds() -> float | None:
 def writable(keep: list[str]) -> list[str]:
     """Return all writable mount points, including those added by the container engine, except those in `keep`."""
     found = []
-    with open("/proc/self/mounts") as mounts:
+    with open("/proc/self/mounts", errors="replace") as mounts:
         for line in mounts:
             _, place, kind, options, *_ = line.split(" ")
             if "rw" not in options.split(",") or kind in ("proc", "sysfs", "devpts", "cgroup", "cgroup2"):

@@ -148,7 +148,7 @@ class Shell:
         if cpu_seconds is None or not hasattr(resource, "prlimit"):
             return
         try:
-            with open(f"/proc/{self.process.pid}/stat") as file:
+            with open(f"/proc/{self.process.pid}/stat", errors="replace") as file:
                 fields = file.read().rpartition(")")[2].split()
             used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
             hard = resource.prlimit(self.process.pid, resource.RLIMIT_CPU)[1]
