@@ -67,6 +67,7 @@ async def test_forms_of_tests():
     def odd(xs): return (x for x in xs if x % 2)
     def same(x): return x
     def count(xs): return collections.Counter(xs)
+    def named(x): return collections.namedtuple("Named", "x")(x)
     def root(x):
         if x < 0: raise ValueError("negative")
         return x ** 0.5
@@ -85,7 +86,7 @@ async def test_forms_of_tests():
         "assert LIMIT == 10",
         f"for value in [{values}]:\n    got = same(value)\n    assert got == value and type(got) is type(value), value",
         "assert list(odd([0, 1, 2, 3])) == [1, 3]",
-        "assert count('aab') == {'a': 2, 'b': 1}",
+        "assert count('aab') == {'a': 2, 'b': 1} and named(1) == (1,) and type(named(1)) is tuple",
         "try:\n    root(-1)\nexcept ValueError as error:\n    assert str(error) == 'negative'\nelse:\n    assert False",
         "from solution import root\nimport solution\nassert root(4) == solution.root(4) == two",
         "def test_one(): assert root(9) == 3\ndef test_two(): assert root(16) == 4",

@@ -90,12 +90,14 @@ async def test_the_shell_survives_a_timeout(sandbox: af.ShellSandbox, level: str
         "sh -c 'echo begun; exec sleep 1000'; echo no",
         "echo begun; while true; do :; done; echo no",
         "sh -c 'echo begun; exec sleep 1000' | cat; echo no",
+        "sh -c 'trap \"trap - INT; echo cleaned; kill -INT $$\" INT; echo begun; while :; do :; done'; echo no",
     )
     for command in commands:
         result = await expired(sandbox, command)
         assert (result.timed_out, result.limit, result.exit_code, result.died) == (True, "time", 130, False), command
         assert "no" not in result.stdout and result.stderr == ""
         assert result.text.endswith(f"[stopped: it ran for more than {GUARD:g} s]")
+    assert result.stdout == "begun\ncleaned\n", "the handler of the program has run"
     if level == "landlock":
         return  # processes are not visible there, so none can be killed alone
     await never_kill_commands(sandbox, INTERRUPT_SECONDS=0.2, KILL_SECONDS=GUARD)

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import json
 import random
+import sys
 import weakref
 from typing import Any
 
@@ -30,6 +31,18 @@ async def again(code: str, **names: Any) -> af.Chain:
 def same(a: af.Chain, b: af.Chain) -> None:
     one, two = ([(t.ids, t.sampled, t.kind) for t in chain.turns] for chain in (a, b))
     assert (one, a.stop) == (two, b.stop)
+
+
+async def test_code_contains_the_names_of_the_notebook(monkeypatch: pytest.MonkeyPatch) -> None:
+    agent, tasks = agents.agent(seed=3), list(agents.tasks(2))
+    for name, value in (("mine", agent), ("given", tasks)):
+        monkeypatch.setattr(sys.modules["__main__"], name, value, raising=False)
+    view = w.ChainStepper(agent, tasks[1])
+    await press(view, "sample")
+    wanted = ["chain = mine.chain(given[1])", "await chain.sample()"]
+    assert view.to_code().splitlines() == wanted
+    monkeypatch.setattr(af.LocalEngine, "reproducible", False)
+    assert view.to_code().splitlines() == ["# this engine does not guarantee the same samples", *wanted]
 
 
 async def test_clicks_move_the_chain_that_the_cell_holds() -> None:
