@@ -299,7 +299,9 @@ def test_the_scan_finds_what_nbconvert_puts_in() -> None:
     ],
     ids=["a cell that failed", "no measurement"],
 )  # fmt: skip
-def test_demo_fails_only_if_a_cell_fails(source: str, status: int, said: list[str], demo: Any, tmp_path: Path) -> None:
+def test_demo_fails_only_if_a_cell_fails(
+    source: str, status: int, said: list[str], demo: Any, tmp_path: Path
+) -> None:
     code, _, errors = demo(write(tmp_path / "bad.ipynb", "x = 1", source))
     assert code == status and "\x1b" not in errors
     assert [words for words in said if words not in errors] == []
