@@ -130,7 +130,7 @@ def test_notebooks_on_related_systems_have_the_same_parts(name: str) -> None:
     cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
     hidden = {"source_hidden": True}  # drawings and checks
     code = "\n".join(c.source for c in cells if c.cell_type == "code" and c.metadata.get("jupyter") != hidden)
-    assert sum(bool(line.strip()) for line in code.splitlines()) <= 150
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 160
     text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     title, headings = text.splitlines()[0], re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
     assert re.search(r"^# .* \(\w[\w -]+\)$", title), f"without the name of a system: {title}"
