@@ -3,8 +3,8 @@
     python -m agentfly_kit demo [notebook] [--out agentfly-demo]
     python -m agentfly_kit demo notebooks/02_two.ipynb --save     # save the outputs in the notebook
 
-The last printed line is the result measured by the notebook, `success: <before> -> <after>`. If a cell fails, the
-script prints the cell and its traceback and exits with code 1. Training progress is read from the files written by
+If the notebook measures `success: <before> -> <after>`, this is the last printed line. If a cell fails, the script
+prints the cell and its traceback and exits with code 1. Training progress is read from the files written by
 training runs, so it is shown for any notebook.
 """
 
@@ -234,8 +234,5 @@ def run_demo(path: Path, out: Path, save: bool = False) -> int:
         nbformat.write(notebook, path)
         print(f"saved {path}")
         return 0
-    if (result := measured(notebook)) is None:
-        print("demo: all cells ran, but none printed a line `success: <before> -> <after>`", file=sys.stderr)
-        return 1
-    print(result)
+    print(measured(notebook) or "all cells ran")
     return 0

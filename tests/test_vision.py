@@ -1,4 +1,4 @@
-"""Policies that read images: token ids, sampling, scoring and training, compared with the model's own forward pass."""
+"""Vision policies: token ids, sampling, scoring and training, compared with the model's own forward pass."""
 
 import dataclasses
 import itertools

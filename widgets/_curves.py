@@ -21,7 +21,7 @@ from ._format import sendable
 
 Columns = dict[str, npt.NDArray[np.float32]]
 # States in which a run can be paused and stopped.
-_CONTROLLED = ("not started", "running", "paused", "stopping")
+_CONTROLLED = ("running", "paused", "stopping")
 
 
 def read_steps(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

@@ -62,6 +62,9 @@ export function ticks(lo, hi, n = 4) {
   return out;
 }
 
+/** Reason why a run in this state can be neither paused nor stopped, or "". */
+export const idle = (state) => ({ "not started": "The run has not started: await it in a cell", stopping: "The run is stopping" })[state] ?? (/^(running|paused|between rollouts)$/.test(state) ? "" : "The run has ended");
+
 /** Convert text to nodes, with the parts between backticks as code. */
 export const prose = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
 

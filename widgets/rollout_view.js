@@ -53,7 +53,7 @@ export default {
         const title = h("span", { class: "afk-title" }, "rollout");
         const what = h("span", { class: "afk-soft afk-num afk-facts2", role: "status" });
         const pause = h("button", { type: "button", onclick: () => context.ask(model.get("_about")?.state === "paused" ? "resume" : "pause") }, "Pause");
-        const stop = h("button", { type: "button", title: "Stop the running chains; finished ones are kept", onclick: () => context.ask("stop") }, "Stop");
+        const stop = h("button", { type: "button", onclick: () => context.ask("stop") }, "Stop");
         const note = h("div", { class: "afk-note" });
         const chips = h("div", { class: "afk-chips afk-num", role: "group", "aria-label": "Show only chains in these states" });
         const progress = h("div", { class: "afk-progress", role: "progressbar", "aria-label": "Finished chains", "aria-valuemin": "0" });
@@ -82,9 +82,7 @@ export default {
           progress.append(box);
           return [name, box];
         }));
-        const put = (node, text) => {
-          if (node.textContent !== text) node.textContent = text;
-        };
+        const put = (node, text) => { if (node.textContent !== text) node.textContent = text; };
         const list = windowed({
           row: 24,
           label: "Chains. Arrow keys move, Enter opens the tokens of a finished chain, Space selects it.",
@@ -143,8 +141,9 @@ export default {
           if (about.reward !== null) facts.push(`mean reward ${about.reward}`);
           put(what, facts.join(" · "));
           put(pause, about.state === "paused" ? "Resume" : "Pause");
-          const ended = /^(done|stopped|interrupted|failed|stopping)$/.test(about.state) || about.gone || context.stale();
-          pause.disabled = stop.disabled = ended;
+          const why = idle(about.gone || context.stale() ? "done" : about.state);
+          pause.disabled = stop.disabled = why !== "";
+          [pause.title, stop.title] = [why, why || "Stop the running chains; finished ones are kept"];
           note.replaceChildren(...prose(about.gone ? "The run no longer exists: this is its last state." : about.hint));
           note.hidden = !note.textContent;
           for (const name of CHIPS) {
@@ -152,8 +151,7 @@ export default {
             put(chip[name].n, n.toLocaleString("en-US"));
             chip[name].box.classList.toggle("afk-zero", n === 0);
           }
-          progress.setAttribute("aria-valuemax", about.total);
-          progress.setAttribute("aria-valuenow", over);
+          setAll(progress, { "aria-valuemax": about.total, "aria-valuenow": over });
           const now = Object.fromEntries(shares(about.counts, about.total).map(([name, a, b]) => [name, b - a]));
           for (const name of BANDS) segments[name].style.width = `${100 * (now[name] ?? 0)}%`;
           if (!data) return;

@@ -192,8 +192,7 @@ export default {
           const row = about.rows[r];
           const head = h("div", { class: "afk-rowhead" }, h("b", { dir: "auto" }, row.id),
             h("span", { class: "afk-soft afk-num" }, `${row.reward === null ? "unscored" : `reward ${row.reward}`} · ${row.stop} · ${plural(row.n, "token")}, ${row.sampled.toLocaleString("en-US")} trained${row.start ? ` · from token ${row.start}` : ""}`));
-          body.setAttribute("role", "group");
-          body.setAttribute("aria-label", `trajectory ${row.id}`);
+          setAll(body, { role: "group", "aria-label": `trajectory ${row.id}` });
           body.append(head);
           body.style.minHeight = "";
           let p = firstPart[r];

@@ -94,7 +94,7 @@ export default {
         const where = h("span", { class: "afk-soft afk-num" });
         const clear = h("button", { type: "button", title: "Clear the step (key: Escape)" }, "Clear");
         const pause = h("button", { type: "button" }, "Pause");
-        const stop = h("button", { type: "button", title: "Complete the current step, then stop; awaiting the run again continues it" }, "Stop after this step");
+        const stop = h("button", { type: "button" }, "Stop after this step");
         const state = h("span", { class: "afk-soft", role: "status" });
         const note = h("div", { class: "afk-note" });
         const grid = h("div", {
@@ -134,8 +134,7 @@ export default {
           const total = single?.total;
           progress.hidden = !total;
           if (total) {
-            progress.setAttribute("aria-valuemax", total);
-            progress.setAttribute("aria-valuenow", single.last ?? 0);
+            setAll(progress, { "aria-valuemax": total, "aria-valuenow": single.last ?? 0 });
             progress.firstChild.style.width = `${(100 * Math.min(total, single.last ?? 0)) / total}%`;
           }
           // With several runs, only the states of unfinished runs are shown.
@@ -148,8 +147,11 @@ export default {
           const { can, ended, paused, stopping } = about.control;
           pause.hidden = stop.hidden = !can && !ended;
           pause.textContent = paused ? "Resume" : "Pause";
-          pause.disabled = !can || context.stale();
-          stop.disabled = !can || stopping || context.stale();
+          const live = can && !context.stale();
+          pause.disabled = !live;
+          stop.disabled = !live || stopping;
+          pause.title = live ? "" : idle(about.runs.some((run) => run.state === "not started") ? "not started" : "done");
+          stop.title = pause.title || "Complete the current step, then stop; awaiting the run again continues it";
           const lost = (run) => context.stale() && /^(running|paused|stopping)$/.test(run.state);
           const states = about.runs.map((run, i) => [lost(run) ? "interrupted" : run.state, run.word && !run.gone ? named(run, i, lost(run) ? `was ${run.word}` : run.word) : ""]);
           state.replaceChildren(...states.filter(([, text]) => text).map(([name, text]) => h("span", { class: `afk-state afk-state-${name.replace(" ", "-")}` }, text)));
@@ -293,8 +295,7 @@ export default {
                 const show = at >= 0 && v !== null && Number.isFinite(v);
                 spot.style.display = show ? "" : "none";
                 if (show) {
-                  spot.setAttribute("cx", x(steps[at]));
-                  spot.setAttribute("cy", chart.y(v));
+                  setAll(spot, { cx: x(steps[at]), cy: chart.y(v) });
                 }
               }
               const name = panel.lines.length > 1 ? h("bdi", { class: "afk-soft" }, label || `line ${l + 1}`) : null;
@@ -305,8 +306,7 @@ export default {
             if (!chart.hair) return;
             chart.hair.style.display = at >= 0 ? "" : "none";
             if (at >= 0) {
-              chart.hair.setAttribute("x1", x(steps[at]));
-              chart.hair.setAttribute("x2", x(steps[at]));
+              setAll(chart.hair, { x1: x(steps[at]), x2: x(steps[at]) });
             }
           });
           const single = about.runs.length === 1 ? about.runs[0] : null;

@@ -153,7 +153,7 @@ class TrainView(ChainsView, LiveView):
         if self._polling or loop is None or loop.is_closed():
             return
         # A run still writes a checkpoint after its last record.
-        if not any(each.control["can"] or each.state == "running" for each in self._sources):
+        if not any(each.control["can"] or each.state in ("not started", "running") for each in self._sources):
             return
         self._polling = True
 

@@ -109,7 +109,7 @@ class Policy(Displayable, LanguageModel):
     ) -> Policy:
         """Load a policy from a folder in the layout of transformers, from a GGUF file, or by hub name.
 
-        A vision model reads images if the files of its image processor are in the same place.
+        A vision model becomes a vision policy if the files of its image processor are in the same place.
 
         Args:
             path: Folder of a model, hub name, GGUF file or a folder with one, "smollm2" for the model that
@@ -267,8 +267,8 @@ class Policy(Displayable, LanguageModel):
         All processes must call it, with the same weights, before they create an optimizer; see docs/cluster.md.
 
         Raises:
-            SettingsError: If the policy is sharded already, reads images, was loaded with `device_map`, or is not in
-                float32.
+            SettingsError: If the policy is sharded already, is a vision policy, was loaded with `device_map`, or is not
+                in float32.
         """
         from agentfly_kit.policy.sharding import shard
 

@@ -37,7 +37,7 @@ def shard(policy: Policy, accelerator: Any) -> Policy:
     if getattr(policy.model, "hf_device_map", None):
         raise SettingsError("device_map must not be given to Policy.load for a policy that is sharded")
     if policy.chat.reader is not None:
-        raise SettingsError("policy must be a text model, because models with images cannot be sharded")
+        raise SettingsError("policy must be a text policy to be sharded, got a vision policy")
     if other := {p.dtype for p in policy.parameters()} - {torch.float32}:
         raise SettingsError(
             f"a sharded policy must have float32 weights, got {other.pop()}; load it with dtype='float32', and use "

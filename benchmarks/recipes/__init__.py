@@ -90,7 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     if given.what == "policy":
         settings = {"seed": given.seed, "report": lambda line: print(line, file=sys.stderr)}
-        if given.name == "shapes":  # a vision model
+        if given.name == "shapes":  # a vision policy
             importlib.import_module("recipes.shapes").build(given.out, **settings)
         else:
             build(given.name, given.out, **settings)

@@ -1,4 +1,4 @@
-"""Recipe of the `shapes` policy, a vision model: its processor, and its pretraining on generated images.
+"""Recipe of `shapes`, a vision policy: its processor, and its pretraining on generated images.
 
 A small vision tower learns little from the answers to questions alone. The first phase therefore trains only the
 tower: the feature of each cell of an image is aligned with the embeddings of three words, which name the form, the

@@ -130,7 +130,7 @@ def test_notebooks_on_related_systems_have_the_same_parts(name: str) -> None:
     cells = nbformat.read(ROOT / "notebooks" / f"{name}.ipynb", as_version=4).cells
     hidden = {"source_hidden": True}  # drawings and checks
     code = "\n".join(c.source for c in cells if c.cell_type == "code" and c.metadata.get("jupyter") != hidden)
-    assert sum(bool(line.strip()) for line in code.splitlines()) <= 150
+    assert sum(bool(line.strip()) for line in code.splitlines()) <= 160
     text = "\n\n".join(cell.source for cell in cells if cell.cell_type == "markdown")
     title, headings = text.splitlines()[0], re.findall(r"^## (.*)$", text, flags=re.MULTILINE)
     assert re.search(r"^# .* \(\w[\w -]+\)$", title), f"without the name of a system: {title}"
@@ -290,19 +290,21 @@ def test_the_scan_finds_what_nbconvert_puts_in() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "status", "said"),
     [
         (
-            "def f():\n    raise ValueError('the reason')\nf()",
+            "def f():\n    raise ValueError('the reason')\nf()", 1,
             ["raise ValueError('the reason')", "ValueError: the reason"],
         ),
-        ("print('success: soon')", ["none printed a line `success:"]),
+        ("print('success: soon')", 0, []),
     ],
     ids=["a cell that failed", "no measurement"],
-)
-def test_demo_shows_why_it_failed(source: str, said: list[str], demo: Any, tmp_path: Path) -> None:
+)  # fmt: skip
+def test_demo_fails_only_if_a_cell_fails(
+    source: str, status: int, said: list[str], demo: Any, tmp_path: Path
+) -> None:
     code, _, errors = demo(write(tmp_path / "bad.ipynb", "x = 1", source))
-    assert code == 1 and "\x1b" not in errors
+    assert code == status and "\x1b" not in errors
     assert [words for words in said if words not in errors] == []
 
 

@@ -1,6 +1,7 @@
 """TrainView of a real training run: buttons while the cell awaits, opening a step, and several runs."""
 
 import os
+import re
 import signal
 from typing import Any
 
@@ -110,7 +111,7 @@ def test_an_interrupted_run_continues_and_a_killed_kernel_is_noticed(notebook: A
     browser.expect(view.locator(".afk-note")).to_contain_text(
         f"Steps 1 to {done} and the checkpoint are kept in 'kept'", use_inner_text=True
     )
-    browser.expect(view.locator(".afk-note")).to_contain_text("`await run`", use_inner_text=True)
+    browser.expect(view.locator(".afk-note")).to_contain_text("run await run,", use_inner_text=True)
     for name in ("Pause", "Stop after this step"):
         browser.expect(view.get_by_role("button", name=name)).to_be_disabled()
     page.wait_for_function(
@@ -173,9 +174,12 @@ def test_two_browsers_show_the_same_state_and_a_click_acts_once(notebook: Any, l
         view
         """,
         "stepper = w.ChainStepper(agents.scripted([agents.call('6*7'), '42']).chain(agents.tasks()[0]))\nstepper",
-        "training = asyncio.ensure_future(run._wait())",
+        "lanes = w.RolloutView(run)\nlanes",
     )
-    nb.run()
+    for button in nb.run().get_by_role("button", name=re.compile("^(Pause|Stop)")).all():
+        browser.expect(button).to_be_disabled()
+        browser.expect(button).to_have_attribute("title", "The run has not started: await it in a cell")
+    nb.execute("training = asyncio.ensure_future(run._wait())")
     nb.page.evaluate(f"async () => {{ {nb._PANEL} await panel.context.save(); }}")
     other = browser.Notebook(lab, nb.path, 1280, 1100)
     trains = [each.page.locator(".afk-trainview") for each in (nb, other)]

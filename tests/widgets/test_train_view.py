@@ -55,7 +55,7 @@ async def test_the_first_serious_finding_is_shown(tmp_path: Path) -> None:
 async def test_the_states_of_a_run_that_is_paused_and_stopped(tmp_path: Path) -> None:
     run = started(tmp_path / "run")
     view = w.TrainView(run)
-    assert shown(view) == ("not started", "`await run` starts it.")
+    assert shown(view) == ("not started", "`await run` starts it.") and not view._about["control"]["can"]
     run.pause()
     going = asyncio.create_task(run)
     await until(lambda: view._about["runs"][0]["word"] == "paused")
