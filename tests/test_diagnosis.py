@@ -204,6 +204,16 @@ def started(texts: list[str], prompt: str = "Play.") -> list[af.Trajectory]:
     ]
 
 
+def looked(seen: list[str]) -> list[af.Trajectory]:
+    """Return chains in which the result of the first call is "Done." and that of the second is one of `seen`."""
+    results = [[("go", "Done."), ("look", text)] for text in seen]
+    calls = [tuple(af.ToolCall("", name, {}, result=af.ToolResult(True, text)) for name, text in r) for r in results]
+    return [
+        t.replace(turns=(*t.turns, dataclasses.replace(t.turns[0], kind="observation", tool_calls=made)))
+        for t, made in zip(started(["Room 1"] * 4), calls, strict=True)
+    ]
+
+
 @pytest.mark.parametrize(
     ("chains", "wanted"),
     [
@@ -225,6 +235,8 @@ def started(texts: list[str], prompt: str = "Play.") -> list[af.Trajectory]:
         (started(["Room 1", "Room 1", "Room 2", "Room 2"]), []),
         (started(["Room 1", "Room 2", "Room 3", "Room 4"]), ["different_starts"]),
         (started(["Room 1"] * 4), ["same_start"]),
+        (looked(["Cat", "Cat", "Dog", "Dog"]), []),
+        (looked(["Cat"] * 4), ["same_start"]),
         (started(["Play."] * 4), []),  # the state may be hidden
     ],
 )  # fmt: skip

@@ -85,7 +85,7 @@ def numeric_reference(e: Evidence) -> Result:
 
 def different_starts(e: Evidence) -> Result:
     several = [task for task, count in Counter(t.task.id for t in e.chains).items() if count > 1]
-    results = {task for (task, _), seen in e.first_results.items() if len(seen) > 1}
+    results = {task for (task, calls), seen in e.first_results.items() if len(calls) == 1 < len(seen)}
     differ = sum(task in results or len(e.starts[task]) > 1 for task in several)
     if differ <= 0.3 * len(several):
         return None
@@ -96,14 +96,14 @@ def different_starts(e: Evidence) -> Result:
 
 def same_start(e: Evidence) -> Result:
     results: dict[Any, list[set[str]]] = {}
-    for (_, call), seen in e.first_results.items():
-        results.setdefault(call, []).append(seen)
-    shared = [seen for seen in results.values() if len(seen) > 1]
+    for (_, calls), seen in e.first_results.items():
+        results.setdefault(calls, []).append(seen)
+    shared = {calls: seen for calls, seen in results.items() if len(seen) > 1}
     texts = set[tuple[str, ...]]().union(*e.starts.values())
-    if len(e.starts) < 2 or len(texts) > 1 or any(len(set.union(*seen)) > 1 for seen in shared):
+    if len(e.starts) < 2 or len(texts) > 1 or any(len(set.union(*seen)) > 1 for seen in shared.values()):
         return None
     # Without text from the environment or several results to compare, the tasks may differ in something not shown.
-    if len(shared) < 3 and min(texts)[-1:] == (text_of(e.chains[0].task.messages[-1]),):
+    if sum(len(calls) == 1 for calls in shared) < 3 and min(texts)[-1:] == (text_of(e.chains[0].task.messages[-1]),):
         return None
     return f"All {len(e.starts)} tasks start with the same text, and equal calls get equal results.", 1.0, 1.0
 

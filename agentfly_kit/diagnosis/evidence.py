@@ -145,13 +145,15 @@ class Evidence:
         return tuple(itertools.chain.from_iterable(map(_split_words, prompts.values())))
 
     @cached_property
-    def first_results(self) -> dict[tuple[str, str], set[str]]:
-        """Results of the first tool call of each chain, keyed by task id and call."""
-        out: dict[tuple[str, str], set[str]] = {}
+    def first_results(self) -> dict[tuple[str, tuple[str, ...]], set[str]]:
+        """Results of the first three tool calls of each chain, keyed by task id and all calls up to this one."""
+        out: dict[tuple[str, tuple[str, ...]], set[str]] = {}
         for t in self.chains:
-            for call in t.tool_calls[:1]:
+            calls: tuple[str, ...] = ()
+            for call in t.tool_calls[:3]:
+                calls = (*calls, f"{call.name} {sorted(call.arguments.items())}")
                 if call.error is None and call.result is not None and call.result.error is None:
-                    key = t.task.id, f"{call.name} {sorted(call.arguments.items())}"
+                    key = t.task.id, calls
                     out.setdefault(key, set()).add(
                         "\n".join([call.result.observation, *map(repr, call.result.images)])
                     )
