@@ -42,13 +42,13 @@ from agentfly_kit.integrations import trl as trl
 from agentfly_kit.integrations.captured import captured as captured
 from agentfly_kit.integrations.captured import from_tokens as from_tokens
 from agentfly_kit.integrations.rollout_files import read_rollouts as read_rollouts
-from agentfly_kit.policy.memory import estimate_memory as estimate_memory
 from agentfly_kit.policy.policy import Policy as Policy
 from agentfly_kit.pool.pool import Pool as Pool
 from agentfly_kit.pool.pool import pools as pools
 from agentfly_kit.ppo.config import PPOConfig as PPOConfig
 from agentfly_kit.ppo.imitation import imitate as imitate
 from agentfly_kit.ppo.imitation import imitation_step as imitation_step
+from agentfly_kit.ppo.memory import estimate_memory as estimate_memory
 from agentfly_kit.ppo.optimizer import adamw as adamw
 from agentfly_kit.ppo.scoring import shaped_rewards as shaped_rewards
 from agentfly_kit.ppo.stats import Stats as Stats
