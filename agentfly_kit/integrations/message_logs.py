@@ -79,10 +79,13 @@ def read_monitor(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _unpack(columns: dict[str, Any]) -> None:
-    """Replace JSON texts and dicts of ART and AgentFly by columns of their own."""
-    if isinstance(columns.get("value"), str) and columns.pop("name", None) is not None:
-        value = json.loads(columns.pop("value"))
-        columns |= value if isinstance(value, dict) else {"segments": value}
+    """Replace JSON texts and dicts in rows of ART and AgentFly by columns of their own."""
+    if str(columns.get("name")).startswith("agent/rollout/") and isinstance(columns.get("value"), str):
+        value, info = json.loads(columns["value"]), columns.get("info")
+        columns.clear()
+        columns |= {"info": info, **(value if isinstance(value, dict) else {"segments": value})}
+    if columns.keys().isdisjoint({"segments", "messages_and_choices", "group_index"}):
+        return
     for name in ("info", "metadata", "metrics", "reward"):
         given = columns.get(name)
         given = json.loads(given) if isinstance(given, str) and given.startswith("{") else given

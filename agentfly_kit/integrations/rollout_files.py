@@ -177,10 +177,6 @@ def _records(row: Any, location: str, chat: Chat | None) -> Iterator[_Record]:
         for trajectory in art_trajectories(columns):
             yield from _records(trajectory, location, chat)
         return
-    if (nodes := _with_ids(columns, location, chat)) is not None:
-        ids = [token for node in nodes if not node.action for token in node.ids or ()]
-        yield _Record([nodes], columns, _row_name(columns) or digest(json.dumps(ids), size=6), reward, {}, {})
-        return
     encodable = isinstance(columns.get("prompt"), list)
     segments: list[list[Any]] | None = None
     if "prompt" in columns and "completion" in columns:
@@ -200,6 +196,10 @@ def _records(row: Any, location: str, chat: Chat | None) -> Iterator[_Record]:
         encodable = True
         if "reward" in columns:  # AgentFly records it among other values
             reward = ("reward",)
+    elif (nodes := _with_ids(columns, location, chat)) is not None:
+        task = _row_name(columns) or digest(json.dumps(nodes[0].ids), size=6)
+        yield _Record([nodes], columns, task, reward, {}, {})
+        return
     else:
         raise TaskError(
             f"{location}: a row must have the columns 'prompt' and 'completion' (TRL, verifiers), 'input' and 'output' "

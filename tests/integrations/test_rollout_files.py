@@ -142,7 +142,7 @@ def test_files_of_the_monitor_of_agentfly(tmp_path: Path) -> None:
         lines = [json.dumps({**event, "value": json.dumps(value, indent=2)}) for value in values]
         (tmp_path / f"agent-rollout-{name}.jsonl").write_text("\n".join(lines))
     one, two = af.read_rollouts(tmp_path, chat=chat(), tools=[calculator])
-    assert (one.reward, one.final, len(one.rows)) == (0.5, "5", 1)
+    assert (one.reward, one.final, len(one.rows), one.task.fields) == (0.5, "5", 1, {})
     assert (two.reward, two.metrics["f1"], two.task.fields["answer"]) == (1.0, 0.25, "5")
     assert [(turn.kind, turn.row) for turn in two.turns] == [
         ("prompt", 0),
