@@ -151,7 +151,7 @@ export default {
           pause.disabled = !live;
           stop.disabled = !live || stopping;
           pause.title = live ? "" : idle(about.runs.some((run) => run.state === "not started") ? "not started" : "done");
-          stop.title = pause.title || "Complete the current step, then stop; awaiting the run again continues it";
+          stop.title = pause.title || (stopping && idle("stopping")) || "Complete the current step, then stop; awaiting the run again continues it";
           const lost = (run) => context.stale() && /^(running|paused|stopping)$/.test(run.state);
           const states = about.runs.map((run, i) => [lost(run) ? "interrupted" : run.state, run.word && !run.gone ? named(run, i, lost(run) ? `was ${run.word}` : run.word) : ""]);
           state.replaceChildren(...states.filter(([, text]) => text).map(([name, text]) => h("span", { class: `afk-state afk-state-${name.replace(" ", "-")}` }, text)));

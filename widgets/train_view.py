@@ -190,7 +190,7 @@ class TrainView(ChainsView, LiveView):
     def _control(self, method: str, _: Any) -> None:
         run, control = self._controlled()
         if not control["can"]:
-            raise RuntimeError("no run of this view can be paused or stopped any more")
+            raise RuntimeError("no run of this view can be paused or stopped now")
         getattr(run, method)()
         self.refresh()
 

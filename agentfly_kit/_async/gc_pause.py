@@ -14,11 +14,12 @@ from collections.abc import Iterator
 
 # A chain with three turns allocates about 250 objects.
 _THRESHOLDS = (50_000, 10, 100)
-_collecting = threading.Lock()
+# Reentrant, because a finalizer may call `collect`.
+_collecting = threading.RLock()
 
 
 def collect() -> None:
-    """Collect all garbage, after any collection of another thread, during which `gc.collect` would do nothing."""
+    """Collect all garbage. If another thread does so here, wait for it, because `gc.collect` would do nothing."""
     with _collecting:
         gc.collect()
 

@@ -214,7 +214,8 @@ class HarnessChain(BaseChain):
             task.cancel()
             await wait_all([task])
             if cancelling():
-                if not task.cancelled() and task.exception() is None and task.result()[0] is self.turn:
+                answered = not task.cancelled() and task.exception() is None
+                if answered and task.result()[0] is self.turn and self.stop is None and not self.closed:
                     # The action was recorded in this pass of the event loop, and no client receives it.
                     self._asked[self._action_key] -= 1
                     self._rows[self.turn.row].segments.pop()

@@ -46,10 +46,10 @@ def conversations(columns: dict[str, Any], location: str) -> list[list[Any]] | N
         segments = [[_from_sharegpt(message, location) for message in columns.pop("conversations")]]
     elif isinstance(columns.get("messages_and_choices"), list):
         segments = [[_from_choice(each) for each in columns.pop("messages_and_choices")]]
-    elif isinstance(columns.get("segments"), list):
-        segments = [list(segment) for segment in columns.pop("segments") if isinstance(segment, list)]
     elif isinstance(columns.get("messages"), list):
         segments = [columns.pop("messages")]
+    elif isinstance(columns.get("segments"), list):
+        segments = [list(segment) for segment in columns.pop("segments") if isinstance(segment, list)]
     if not segments:
         return None
     segments = [[m for message in segment for m in _without_blocks(message)] for segment in segments]
@@ -81,10 +81,10 @@ def read_monitor(file: Path) -> Iterator[tuple[str, Any]]:
 def _unpack(columns: dict[str, Any]) -> None:
     """Replace JSON texts and dicts in rows of ART and AgentFly by columns of their own."""
     if str(columns.get("name")).startswith("agent/rollout/") and isinstance(columns.get("value"), str):
-        value, info = json.loads(columns["value"]), columns.get("info")
+        value, info, step = json.loads(columns["value"]), columns.get("info"), columns.get("x")
         columns.clear()
-        columns |= {"info": info, **(value if isinstance(value, dict) else {"segments": value})}
-    if columns.keys().isdisjoint({"segments", "messages_and_choices", "group_index"}):
+        columns |= {"info": info, "step": step, **(value if isinstance(value, dict) else {"segments": value})}
+    if columns.keys().isdisjoint({"segments", "messages_and_choices", "group_index"}):  # not of these projects
         return
     for name in ("info", "metadata", "metrics", "reward"):
         given = columns.get(name)

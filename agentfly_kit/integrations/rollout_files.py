@@ -28,7 +28,7 @@ from agentfly_kit import task_files
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.turns import with_calls
 from agentfly_kit.chat.chat import Chat
-from agentfly_kit.errors import TaskError
+from agentfly_kit.errors import AgentFlyError, TaskError
 from agentfly_kit.integrations.html import is_number
 from agentfly_kit.integrations.message_logs import (
     art_trajectories,
@@ -97,11 +97,11 @@ def read_rollouts(
                 t = _trajectory(record, names, location, chat, schemas)
                 chains.append(replace(t, id=f"{t.group}/{count[t.group]}", chain=count[t.group]))
                 count[t.group] += 1
-        except (KeyError, TypeError, IndexError, ValueError, AttributeError) as error:
-            if isinstance(error, TaskError):
+        except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError) as error:
+            if isinstance(error, AgentFlyError):
                 raise
             what = f"{type(error).__name__}: {error}"
-            raise TaskError(f"{location}: the row is damaged or has an unsupported layout ({what})") from None
+            raise TaskError(f"{location}: the row is damaged or has an unsupported layout ({what})") from error
     if not chains:
         raise TaskError("source must have at least one row, got none")
     return Rollout.from_trajectories(chains)
@@ -112,8 +112,9 @@ def _rows(source: Any) -> Iterator[tuple[str, Any]]:
         yield from task_files.locate_rows(source, "rows")
         return
     path = Path(source).expanduser()
-    if path.name == _MONITOR or (path / _MONITOR).is_file():
-        yield from read_monitor(path if path.name == _MONITOR else path / _MONITOR)
+    monitor = path if path.name == _MONITOR else path / _MONITOR
+    if monitor.is_file():
+        yield from read_monitor(monitor)
         return
     if not path.is_dir():
         if not path.is_file():
@@ -173,7 +174,7 @@ def _records(row: Any, location: str, chat: Chat | None) -> Iterator[_Record]:
         for sample in inspect_samples(columns):
             yield from _records(sample, location, chat)
         return
-    if isinstance(columns.get("trajectories"), list):
+    if isinstance(columns.get("trajectories"), list) and "messages" not in columns:
         for trajectory in art_trajectories(columns):
             yield from _records(trajectory, location, chat)
         return
@@ -188,7 +189,7 @@ def _records(row: Any, location: str, chat: Chat | None) -> Iterator[_Record]:
     elif "input" in columns and "output" in columns:
         prompt, completion = columns.pop("input"), columns.pop("output")
         columns["answer"] = columns.pop("gts", None)
-    elif "input_prompt" in columns and "output_response" in columns:
+    elif columns.get("input_prompt") is not None and columns.get("output_response") is not None:
         prompt, completion = columns.pop("input_prompt"), columns.pop("output_response")
         if isinstance(columns.get("score"), list):  # one reward per token
             columns["score"] = math.fsum(columns["score"])
@@ -196,9 +197,9 @@ def _records(row: Any, location: str, chat: Chat | None) -> Iterator[_Record]:
         encodable = True
         if "reward" in columns:  # AgentFly records it among other values
             reward = ("reward",)
-    elif (nodes := _with_ids(columns, location, chat)) is not None:
-        task = _row_name(columns) or digest(json.dumps(nodes[0].ids), size=6)
-        yield _Record([nodes], columns, task, reward, {}, {})
+    elif (found := _with_ids(columns, location, chat)) is not None:
+        task = _row_name(columns) or digest(json.dumps(found[0]), size=6)
+        yield _Record([found[1]], columns, task, reward, {}, {})
         return
     else:
         raise TaskError(
@@ -221,32 +222,41 @@ def _row_name(columns: Mapping[str, Any]) -> str:
 
 
 def _with_new_actions(segments: Sequence[Sequence[Message]]) -> list[list[_Node]]:
-    """Return the nodes of conversations, in which a message of the assistant is an action where it appears first."""
+    """Return the nodes of conversations, each of which may repeat messages of earlier ones, which are no new actions.
+
+    A repeated action follows the same message, which distinguishes it from an equal short answer.
+    """
     marked = any(message.get("trainable") for segment in segments for message in segment)
-    known: list[Message] = []
+    known: list[tuple[Message | None, Message]] = []
     rows = []
     for segment in segments:
+        pairs = list(zip((None, *segment), segment, strict=False))
         rows.append(
             [
-                _Node(m, m["role"] == "assistant" and m not in known and (not marked or bool(m.get("trainable"))))
-                for m in segment
+                _Node(
+                    m,
+                    m["role"] == "assistant"
+                    and (before, m) not in known
+                    and (not marked or bool(m.get("trainable"))),
+                )
+                for before, m in pairs
             ]
         )
-        known += segment
+        known += pairs
     return rows
 
 
-def _with_ids(columns: dict[str, Any], location: str, chat: Chat | None) -> list[_Node] | None:
-    """Remove the columns with token ids, and return the prompt and each part of the completion, or None."""
+def _with_ids(columns: dict[str, Any], location: str, chat: Chat | None) -> tuple[list[int], list[_Node]] | None:
+    """Remove the columns with token ids, and return the prompt's ids and the parts of the row, or None."""
     names = [next((name for name in names if columns.get(name) is not None), "") for names in _ID_COLUMNS]
     if not names[0] or not names[1]:
         return None
     prompt, ids, mask, logprobs = (columns.pop(name, None) for name in names)
     if any(mask is not None and (not isinstance(mask, list) or len(mask) != len(ids)) for mask in (mask, logprobs)):
-        raise TaskError(
-            f"{location}: {names[2]} and {names[3]} must have one entry per id of {names[1]} ({len(ids)})"
-        )
-
+        what = " and ".join(name for name in names[2:] if name)
+        raise TaskError(f"{location}: {what} must have one entry per id of {names[1]} ({len(ids)})")
+    if min(map(operator.index, [*prompt, *ids]), default=0) < 0:
+        raise TaskError(f"{location}: {names[0]} and {names[1]} must not contain negative numbers")
     nodes: list[_Node] = []
     start = -len(prompt)  # in the completion
     for sampled, run in groupby([0] * len(prompt) + (mask or [1] * len(ids)), bool):
@@ -257,7 +267,7 @@ def _with_ids(columns: dict[str, Any], location: str, chat: Chat | None) -> list
         given = tuple(map(float, logprobs[start:end])) if sampled and logprobs is not None else ()
         nodes.append(_Node({"role": role, "content": text}, sampled, part, len(part) * sampled, given))
         start = end
-    return nodes
+    return prompt, nodes
 
 
 def _trace(trace: Any, episode: Mapping[str, Any]) -> _Record:

@@ -185,13 +185,12 @@ def without_output() -> Iterator[None]:
         transformers_logging.is_progress_bar_enabled(),
         logging.getLogger("transformers.configuration_utils"),
     )
-    level = configs.level
     transformers_logging.disable_progress_bar()
     # For example, the default config of Idefics3 has an invalid `pad_token_id`.
-    configs.setLevel(logging.ERROR)
+    configs.addFilter(is_error := lambda record: record.levelno >= logging.ERROR)  # an own filter for each thread
     try:
         yield
     finally:
-        configs.setLevel(level)
+        configs.removeFilter(is_error)
         if shown:
             transformers_logging.enable_progress_bar()

@@ -62,7 +62,7 @@ class PPOConfig(Displayable):
         minibatch: Number of trajectories per update, each with all of its rows. None uses all of them.
         micro_tokens: Maximum number of tokens per forward pass, including padding. It limits memory use and does not
             affect the result. None selects the default of the policy: 1,536 on a CPU (512 for models of at least
-            33 million parameters), 32,768 on a GPU.
+            33 million parameters), and on a GPU at most 32,768 and about a quarter of its memory.
         max_grad_norm: Norm to which gradients are clipped before each update. None disables clipping.
         target_kl: Limit on the approximate KL between the old and the new policy, in nats per token. If an update
             exceeds it, the step ends before the next minibatch. None sets no limit.

@@ -262,7 +262,8 @@ def _accumulate_gradients(
         phases.lap("forward")
         objective.backward()
         sums.add(stats)
-        del out, objective, stats  # the backward pass does not free what entropies need unless they are in the loss
+        # Free the graph of the entropies, which the backward pass keeps if they are not in the loss.
+        del out, objective, stats
         phases.lap("backward")
     return sums, gap
 

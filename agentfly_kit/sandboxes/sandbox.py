@@ -327,7 +327,7 @@ class Sandbox(Startable):
             # An earlier call was cancelled and interrupted. Wait for it to end, and kill it if it keeps running.
             earlier = await self._outcome(Call(self, self._abandoned, GRACE_SECONDS))
             if earlier.died:
-                why = "a cancelled call was killed, because it did not stop"
+                why = "a cancelled call was killed, because it did not stop" if earlier.timed_out else earlier.error
                 self._unreported = SandboxResult(error=why, died=True, files_lost=earlier.files_lost)
         if self._interrupted and self._has_interpreter:
             # Wait until the zygote has delivered the interrupt. Otherwise, if the interrupted call answers first, a

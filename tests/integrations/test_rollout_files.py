@@ -171,6 +171,8 @@ def test_rows_of_token_ids() -> None:
     (t,) = shown = af.read_rollouts([row])
     assert t.final == f"[{len(mask)} token ids]" and not t.action_mask.any()
     assert af.collate(shown, imitate=True).mask.sum() == len(mask)
+    other = {**exact, "response_ids": [*action, *answer[:1], *answer][: len(mask)]}
+    assert len(af.read_rollouts([exact, {**other, "loss_mask": [0, *mask[1:]]}]).groups) == 1
     errors.check(
         lambda: af.read_rollouts([{**exact, "loss_mask": [1]}]),
         af.errors.TaskError,

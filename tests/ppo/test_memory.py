@@ -1,16 +1,18 @@
 """Estimated memory of an update, compared with the peak that torch's profiler measures in `ppo_step`."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import errors
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoModelForCausalLM, Qwen2Config
+from transformers import AutoModelForCausalLM, Idefics3Config, Qwen2Config
 
 import agentfly_kit as af
 from agentfly_kit.policy.adapter import with_lora
+from agentfly_kit.policy.forward import LanguageModel
 
 
 def config(width: int, layers: int, vocabulary: int) -> Any:
@@ -56,7 +58,7 @@ CASES = {
     "adapter": (SMALL, {}, 16, "float32"),
     "checkpointing": (SMALL, {"checkpointing": True}, None, "float32"),
     "bfloat16": (SMALL, {}, None, "bfloat16"),
-    "autocast": (SMALL, {"autocast": "bfloat16"}, None, "float32"),
+    "autocast": (SMALL, {"autocast": "bfloat16", "checkpointing": True}, None, "float32"),
 }
 
 
@@ -73,7 +75,7 @@ def test_an_estimate_is_close_to_the_peak_of_an_update(case: Any) -> None:
     shape, options, lora, dtype = case
     found = af.estimate_memory(config(*shape), micro_tokens=512, length=256, dtype=dtype, lora=lora, **options)
     wanted = measured(config(*shape), af.PPOConfig(micro_tokens=512, **options), 256, lora, dtype)
-    assert found.total == pytest.approx(wanted, rel=0.06)
+    assert found.total == pytest.approx(wanted, rel=0.03)
 
 
 def test_the_parts_of_an_estimate(tmp_path: Path) -> None:
@@ -96,11 +98,26 @@ def test_the_parts_of_an_estimate(tmp_path: Path) -> None:
     assert str(adapted).startswith(f"MemoryEstimate({adapted.total / 1e9:.2f} GB for 7,6")
 
 
+@pytest.mark.parametrize(("tokens", "wanted"), [(10, 1024), (5000, 5000), (10**6, 32768)])
+def test_the_default_of_micro_tokens_fits_the_memory_of_a_gpu(
+    tokens: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The GPU is a fake, because its memory must differ. The activations are those of the estimate."""
+    model = AutoModelForCausalLM.from_config(config(*SMALL))
+    memory = 4 * 160 * 4 * 128 * tokens
+    monkeypatch.setattr(LanguageModel, "device", SimpleNamespace(type="cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(total_memory=memory))
+    assert LanguageModel(model, None).micro_tokens == wanted
+    if wanted == tokens:
+        assert af.estimate_memory(model.config, micro_tokens=tokens).activations < 0.4 * memory
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
         ({"length": 1}, "length must be an integer of at least 2, got 1"),
         ({"micro_tokens": 0}, "micro_tokens must be an integer of at least 1"),
+        ({"lora": 0}, "lora must be an integer of at least 1 or None, got 0"),
         ({"dtype": "float16"}, "dtype must be 'float32' or 'bfloat16', got 'float16'"),
     ],
 )
@@ -110,5 +127,13 @@ def test_errors(options: dict[str, Any], text: str) -> None:
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     errors.check(lambda: af.estimate_memory(tmp_path), af.errors.PolicyError, "must contain a config.json")
-    (tmp_path / "config.json").write_text('{"model_type": "unheard"}')
+    (tmp_path / "config.json").write_text('{"model_type": "unheard", "auto_map": {"AutoConfig": "own.Config"}}')
     errors.check(lambda: af.estimate_memory(tmp_path), af.errors.PolicyError, "could not be read")
+    errors.check(lambda: af.estimate_memory(Idefics3Config()), af.errors.PolicyError, "cannot be estimated")
+
+
+def test_long_rows_need_no_mask() -> None:
+    """The activations are proportional to the number of tokens, and the config is not changed."""
+    given = config(128, 2, 500)
+    short, long = (af.estimate_memory(given, micro_tokens=8192, length=n, dtype="bfloat16") for n in (1024, 8192))
+    assert long.activations == pytest.approx(short.activations, rel=0.01) and given.dtype is None
