@@ -77,7 +77,7 @@ def test_the_wheel_holds_the_tree(origin: str, wheels: dict[str, Path]) -> None:
         f"{inside}/{path.relative_to(ROOT / folder).as_posix()}"
         for folder, inside in FOLDERS.items()
         for path in (ROOT / folder).rglob("*")
-        if path.is_file() and not {"__pycache__", ".ipynb_checkpoints", "runs"} & set(path.parts)
+        if path.is_file() and not {"__pycache__", ".ipynb_checkpoints", "runs", "ruff.toml"} & set(path.parts)
     }
     with zipfile.ZipFile(wheels[origin]) as wheel:
         packed = {name for name in wheel.namelist() if ".dist-info/" not in name}
