@@ -31,6 +31,8 @@ _SHAREGPT_ROLES = {
 }  # fmt: skip
 # Blocks of content that become other parts of a message, or other messages.
 _BLOCKS = {"tool_use", "tool_result", "thinking", "reasoning", "redacted_thinking"}
+# Columns that are the conversation or identify it. Metadata of ART and infos of AgentFly may have the same names.
+_RESERVED = {"messages", "conversations", "system", "tools", "tool_defs", "id", "example_id", "step", "error"}
 # Values of a score in Inspect.
 _INSPECT_VALUES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 
@@ -91,7 +93,7 @@ def _unpack(columns: dict[str, Any]) -> None:
         given = json.loads(given) if isinstance(given, str) and given.startswith("{") else given
         if isinstance(given, dict):
             del columns[name]
-            columns |= {key: value for key, value in given.items() if key not in columns}
+            columns |= {key: value for key, value in given.items() if key not in {*columns, *_RESERVED}}
 
 
 def _from_choice(given: Any) -> Any:

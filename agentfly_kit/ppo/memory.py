@@ -146,16 +146,17 @@ def _config(model: Any) -> Any:
     from transformers import AutoConfig
 
     if hasattr(model, "get_text_config"):
-        return copy.deepcopy(model)  # `from_config` sets its dtype
-    folder = policy_folder(model)
-    try:
-        if not folder.exists():
-            check_hub(str(model), {})
-        config = AutoConfig.from_pretrained(str(folder if folder.exists() else model), trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise PolicyError(f"the config of {str(model)!r} could not be read: {error}") from error
+        config = copy.deepcopy(model)  # `from_config` sets its dtype
+    else:
+        folder = policy_folder(model)
+        try:
+            if not folder.exists():
+                check_hub(str(model), {})
+            config = AutoConfig.from_pretrained(str(folder if folder.exists() else model), trust_remote_code=False)
+        except (OSError, ValueError) as error:
+            raise PolicyError(f"the config of {str(model)!r} could not be read: {error}") from error
     if getattr(config, "quantization_config", None):
-        raise PolicyError(f"the memory of quantized weights cannot be estimated, which {str(model)!r} has")
+        raise PolicyError("the memory of a model with quantized weights (quantization_config) cannot be estimated")
     return config
 
 

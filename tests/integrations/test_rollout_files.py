@@ -136,7 +136,10 @@ def test_files_of_the_monitor_of_agentfly(tmp_path: Path) -> None:
     """The agent of the second chain replaced its context by a summary, so the chain has two conversations."""
     summary = {"role": "tool", "tool_call_id": "a", "content": "2+3 is 5"}
     chains = [[[QUESTION, ANSWER]], [OPENAI[:2], [QUESTION, OPENAI[1], summary, ANSWER]]]
-    infos = [{"reward": 0.5, "finish_reason": "terminal"}, {"reward": {"reward": 1.0, "f1": 0.25}, "answer": "5"}]
+    infos = [
+        {"reward": 0.5, "messages": [ANSWER], "system": "linux", "id": 7, "step": 3},
+        {"reward": {"reward": 1.0, "f1": 0.25}, "answer": "5"},
+    ]
     for name, values in (("trajectory", chains), ("info", infos)):
         event = {"kind": "text", "name": f"agent/rollout/{name}", "x": 0, "x_name": "agent/rollout/step"}
         lines = [json.dumps({**event, "value": json.dumps(value, indent=2)}) for value in values]

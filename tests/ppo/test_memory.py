@@ -130,6 +130,8 @@ def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "unheard", "auto_map": {"AutoConfig": "own.Config"}}')
     errors.check(lambda: af.estimate_memory(tmp_path), af.errors.PolicyError, "could not be read")
     errors.check(lambda: af.estimate_memory(Idefics3Config()), af.errors.PolicyError, "cannot be estimated")
+    quantized = Qwen2Config(quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    errors.check(lambda: af.estimate_memory(quantized), af.errors.PolicyError, "quantized weights")
 
 
 def test_long_rows_need_no_mask() -> None:
