@@ -46,15 +46,15 @@ test-bare: install  ## run the tests that scripts/bare runs in CI
 	@$(PY) -m pytest -n 2 --dist worksteal $(ARGS) $(BARE_TESTS)
 
 # Ray gives a node 30 s to start, and has no setting for it: too short while other tests run, so its tests run alone.
-RAY_TESTS := tests/integrations/test_ray.py
+RAY_TESTS := tests/integrations/test_ray.py tests/integrations/test_ray_learner.py
 # tests/conftest.py says which tests run in the same worker, and in which order.
 REAL := -n 2 --no-loadscope-reorder --durations=20 --durations-min=10
 test-real: install-real  ## run the tests with the real thing: each notebook, vLLM, TRL, Ray, containers, the wheel, browsers
-	@scripts/pytest-some -m "real and not long" $(REAL) --ignore $(RAY_TESTS) $(ARGS)
+	@scripts/pytest-some -m "real and not long" $(REAL) $(addprefix --ignore=,$(RAY_TESTS)) $(ARGS)
 	@scripts/pytest-some -m "real and not long" $(ARGS) $(RAY_TESTS)
 
 test-all: test docs install-real  ## run all tests that this machine can run (hours)
-	@scripts/pytest-some -m "real or long" $(REAL) --ignore $(RAY_TESTS) $(ARGS)
+	@scripts/pytest-some -m "real or long" $(REAL) $(addprefix --ignore=,$(RAY_TESTS)) $(ARGS)
 	@scripts/pytest-some -m "real or long" $(ARGS) $(RAY_TESTS)
 
 test-notebooks: install  ## run every notebook, with its own settings and with those of CI

@@ -300,8 +300,12 @@ class Policy(Displayable, LanguageModel):
         head = {} if self.value_head is None else self.value_head.state_dict()
         return dict(self.model.state_dict()) | {VALUE_HEAD_PREFIX + k: v for k, v in head.items()}
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: dict[str, Tensor], version: int | None = None) -> None:
         """Load weights returned by `state`.
+
+        Args:
+            state: The weights.
+            version: Number of optimizer steps that they have taken; None keeps the version of this policy.
 
         Raises:
             PolicyError: If names or shapes do not match this model.
@@ -319,6 +323,8 @@ class Policy(Displayable, LanguageModel):
             self.model.load_state_dict(model, strict=not self.has_adapter)
             if self.value_head is not None:
                 self.value_head.load_state_dict(head)
+            if version is not None:
+                self.version = version
 
     def fingerprint(self) -> str:
         """Return a digest of all weights and their names."""

@@ -138,10 +138,10 @@ class ShardedPolicy(Policy):
         """Return the whole weights, on the CPU, in the main process, and an empty dict in the others."""
         return self.gathered().state()
 
-    def load_state(self, state: dict[str, Tensor]) -> None:
+    def load_state(self, state: dict[str, Tensor], version: int | None = None) -> None:
         """Load whole weights, which each process must pass."""
         own = super()._full_state()
-        super().load_state({name: _part(v, own.get(name)) for name, v in state.items()})
+        super().load_state({name: _part(v, own.get(name)) for name, v in state.items()}, version)
 
     def fingerprint(self) -> str:
         digest = [self.gathered().fingerprint()]

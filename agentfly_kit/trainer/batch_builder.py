@@ -6,7 +6,7 @@ import asyncio
 import functools
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from agentfly_kit.batch.collate import TruncationMode, collate, refuse_turn_rewa
 from agentfly_kit.batch.turn_data import turn_data
 from agentfly_kit.engines.base import Engine, check_scorer
 from agentfly_kit.errors import BatchError, SettingsError, check_instance
+from agentfly_kit.policy.forward import ScoreName
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.ppo.scoring import shaped_rewards
@@ -29,11 +30,17 @@ from agentfly_kit.trainer.config import TOKEN_ESTIMATORS, TURN_ESTIMATORS, Train
 from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
 
 
+class Scorer(Protocol):
+    """Processes that score batches: a `WorkerGroup`, or those of `af.ray.learner`."""
+
+    def score(self, policy: Policy, batch: Batch, what: ScoreName, micro_tokens: int | None) -> Tensor: ...
+
+
 class BatchBuilder:
     """Builds training batches according to the settings of a run."""
 
     def __init__(
-        self, policy: Policy, config: TrainConfig, rewards: RewardSet, workers: WorkerGroup | None = None
+        self, policy: Policy, config: TrainConfig, rewards: RewardSet, workers: Scorer | None = None
     ) -> None:
         self.policy, self.config, self.workers = policy, config, workers or WorkerGroup(None)
         self.weights = {r.name: r.weight for r in rewards if r.weight != 0}

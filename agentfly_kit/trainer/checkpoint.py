@@ -70,8 +70,8 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
             state["steps"], state["kl_coef"], Rollout.load(prefetched) if prefetched.exists() else None
         )
         weights = {**_saved_weights(policy, checkpoint), **state["policy"]}
-        policy.load_state({name: weights[name] for name in state["names"] if name in weights})
-        policy.version = state["policy_version"]
+        loaded = {name: weights[name] for name in state["names"] if name in weights}
+        policy.load_state(loaded, state["policy_version"])
         if not whole:
             from agentfly_kit.policy.sharding import scatter
 

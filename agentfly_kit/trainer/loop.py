@@ -47,7 +47,7 @@ from agentfly_kit.trainer.run_dir import Run, describe_success
 from agentfly_kit.trainer.sampling import RolloutSampler
 from agentfly_kit.trainer.step import TrainStep, make_record, warn_about_step
 from agentfly_kit.trainer.tracking import TrackerSet
-from agentfly_kit.trainer.updates import Updater
+from agentfly_kit.trainer.updates import UpdateProcesses, Updater
 from agentfly_kit.types import Task
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def train(
     teacher: Policy | Engine | None = None,
     reference: Policy | None = None,
     workers: GroupWorkers | None = None,
+    learner: UpdateProcesses | None = None,
 ) -> TrainRun:
     """Create a training run, which starts when it is awaited or iterated: `await run` or `async for step in run`.
 
@@ -92,6 +93,7 @@ def train(
         reference: Reference policy for the KL penalty, such as one after imitation. None uses `policy.reference()`.
         workers: Processes that run the rollouts and evaluations, created by `af.ray.workers`, or None for this process.
             The records are the same in both cases.
+        learner: Processes that update the policy, created by `af.ray.learner`, or None for this process.
 
     Returns:
         A handle for the run. In each record, `metric_<name>` is the mean of a metric over the scored chains, and
@@ -110,7 +112,8 @@ def train(
     check_splits(tasks)
     group = WorkerGroup(accelerator or policy.accelerator)
     sampler = RolloutSampler(agent, policy, task_list(tasks), config or TrainConfig(), group, workers)
-    return TrainRun(sampler, task_list(eval_tasks) if eval_tasks else [], run, resume, progress, teacher, reference)
+    updater = Updater(sampler, teacher, reference, learner)
+    return TrainRun(updater, task_list(eval_tasks) if eval_tasks else [], run, resume, progress)
 
 
 class TrainRun(Handle["TrainRun"], Displayable):
@@ -133,21 +136,15 @@ class TrainRun(Handle["TrainRun"], Displayable):
     """
 
     def __init__(
-        self,
-        sampler: RolloutSampler,
-        eval_tasks: list[Task],
-        run: str | Path | None,
-        resume: bool,
-        progress: bool,
-        teacher: Policy | Engine | None,
-        reference: Policy | None,
+        self, updater: Updater, eval_tasks: list[Task], run: str | Path | None, resume: bool, progress: bool
     ) -> None:
+        sampler = updater.sampler
         check_run(sampler, eval_tasks, run)
         self.agent, self.policy, self.config = sampler.agent, sampler.policy, sampler.config
         self.eval_tasks = eval_tasks
         self.total = self.config.steps
         self.stopping = False
-        self._sampler, self._updater = sampler, Updater(sampler, teacher, reference)
+        self._sampler, self._updater = sampler, updater
         self._workers = sampler.workers
         self._progress = self._watched = progress
         self._bar: Any = None

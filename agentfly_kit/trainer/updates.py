@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 
@@ -12,16 +13,30 @@ from agentfly_kit._async.pending_call import run_in_thread
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.batch import Batch, drop_counts
 from agentfly_kit.engines.base import Engine
-from agentfly_kit.errors import EmptyBatch, TrainingError
+from agentfly_kit.errors import EmptyBatch, SettingsError, TrainingError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.optimizer import adamw
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.ppo.step import ppo_step_async
 from agentfly_kit.trainer import checkpoint
-from agentfly_kit.trainer.batch_builder import BatchBuilder, check_reference, check_teacher, distilled
+from agentfly_kit.trainer.batch_builder import BatchBuilder, Scorer, check_reference, check_teacher, distilled
 from agentfly_kit.trainer.checkpoint import LoopState
+from agentfly_kit.trainer.config import TrainConfig
 from agentfly_kit.trainer.run_dir import Run
 from agentfly_kit.trainer.sampling import RolloutSampler
+
+
+class UpdateProcesses(Scorer, Protocol):
+    """Processes that update a policy, created by `af.ray.learner`."""
+
+    policy: Policy
+    optimizer: Any
+
+    async def reset(self, lr: float | None = None) -> None:
+        """Send the weights of the policy to the processes, which create a new optimizer."""
+
+    async def step(self, batch: Batch, config: TrainConfig, *, reference: Policy | None, seed: int) -> Stats:
+        """Update the policy as `ppo_step`."""
 
 
 class Updater:
@@ -32,21 +47,37 @@ class Updater:
         batch_builder: Builder of training batches, which also holds the reference policy for the KL penalty.
         teacher: Model to distill from, or None.
         reference: Reference policy given by the user, or None.
+        learner: Processes that update the policy, or None for this process.
     """
 
     optimizer: torch.optim.Optimizer
 
-    def __init__(self, sampler: RolloutSampler, teacher: Policy | Engine | None, reference: Policy | None) -> None:
+    def __init__(
+        self,
+        sampler: RolloutSampler,
+        teacher: Policy | Engine | None,
+        reference: Policy | None,
+        learner: UpdateProcesses | None,
+    ) -> None:
+        if learner is not None and (learner.policy is not sampler.policy or not sampler.workers.is_single):
+            raise SettingsError(
+                "learner must update the policy that is trained, in one process that samples its chains: "
+                "af.ray.learner(policy, n)"
+            )
         check_teacher(teacher, sampler.agent, sampler.policy, sampler.config)
         check_reference(reference, sampler.policy, sampler.config)
-        self.sampler, self.teacher, self.reference = sampler, teacher, reference
+        self.sampler, self.teacher, self.reference, self.learner = sampler, teacher, reference, learner
         self.policy, self.config = sampler.policy, sampler.config
-        self.batch_builder = BatchBuilder(self.policy, self.config, sampler.agent.reward, sampler.workers)
+        self.batch_builder = BatchBuilder(self.policy, self.config, sampler.agent.reward, learner or sampler.workers)
 
     async def prepare(self, run: Run, found: Path | None) -> LoopState:
         """Load the checkpoint `found`, or write the first checkpoint of the run if `found` is None."""
         policy, config, workers = self.policy, self.config, self.sampler.workers
-        self.optimizer = adamw(policy, config.lr)
+        if self.learner is None:
+            self.optimizer = adamw(policy, config.lr)
+        else:
+            await self.learner.reset(config.lr)
+            self.optimizer = self.learner.optimizer
         self._first_step = run.first_step
         if found is not None:
             if config.kl_coef > 0:
@@ -104,15 +135,13 @@ class Updater:
         step_config = config.replace(kl_coef=kl_coef)
         if config.overlap and config.old_logprobs == "auto" and config.correction is None:
             step_config = step_config.replace(old_logprobs="engine")
-        stats = await ppo_step_async(
-            policy,
-            self.optimizer,
-            batch,
-            step_config,
-            reference=self.batch_builder.reference,
-            seed=seeds.derive(config.seed, "update", index),
-            accelerator=self.sampler.workers.accelerator,
-        )
+        reference, seed = self.batch_builder.reference, seeds.derive(config.seed, "update", index)
+        if self.learner is not None:
+            stats = await self.learner.step(batch, step_config, reference=reference, seed=seed)
+        else:
+            accelerator = self.sampler.workers.accelerator
+            options: Any = {"reference": reference, "seed": seed, "accelerator": accelerator}
+            stats = await ppo_step_async(policy, self.optimizer, batch, step_config, **options)
         if config.max_kl is not None and stats.approx_kl > config.max_kl:
             raise TrainingError(
                 f"the update moved the policy by {stats.approx_kl:.3g} nats per token, more than "

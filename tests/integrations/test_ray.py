@@ -4,11 +4,9 @@ import asyncio
 import os
 import pickle
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -106,41 +104,6 @@ def test_workers_need_a_connection() -> None:
 
 
 # --- a cluster -----------------------------------------------------------------------------------
-
-
-def start_cluster() -> Any:
-    """Start three nodes, one after the other because Ray waits 30 s for each, and connect to them."""
-    from ray.cluster_utils import Cluster
-
-    settings = {"num_cpus": 2, "object_store_memory": 100 * 2**20, "include_dashboard": False}
-    cluster = Cluster()
-    for _ in range(3):
-        cluster.add_node(**settings)
-    ray.init(address=cluster.address, log_to_driver=False)
-    return cluster
-
-
-@pytest.fixture(scope="session")
-def cluster() -> Iterator[Any]:
-    folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # a short path, because it contains sockets
-    before = dict(os.environ)
-    here = Path(__file__).resolve().parent
-    modules = [str(folder) for folder in (here, here.parent, here.parent / "trainer", here.parent / "engines")]
-    os.environ |= {
-        "PYTHONPATH": os.pathsep.join(modules), "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        # Time limits for the start of Ray's own processes.
-        "RAY_agent_register_timeout_ms": f"{GUARD * 1000:.0f}", "RAY_worker_register_timeout_seconds": f"{GUARD:.0f}",
-        "RAY_gcs_server_port_wait_time_s": f"{GUARD:.0f}",
-    }  # fmt: skip
-    (Path(folder) / "ray").mkdir()
-    cluster = start_cluster()
-    yield cluster
-    ray.shutdown()
-    cluster.shutdown()
-    os.environ.clear()
-    os.environ.update(before)
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def same(a: af.Rollout, b: af.Rollout) -> None:

@@ -1,14 +1,10 @@
-"""Rollouts on a Ray cluster: `af.ray.workers`."""
+"""`af.ray.workers`: processes on a Ray cluster that run groups of rollouts."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import importlib.util
 import itertools
-import os
-import socket
-import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -23,12 +19,9 @@ from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import EngineError, SettingsError, check_count
+from agentfly_kit.integrations.ray.cluster import VERSION, check_versions, connected, describe_node, not_started
 from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Failure
-
-__all__ = ["Workers", "workers"]
-
-__version__: str = sys.modules["agentfly_kit"].__version__
 
 # Maximum number of times that a group is run again because its worker died.
 _MAX_RETRIES = 3
@@ -56,15 +49,8 @@ def workers(agent: Agent, n: int, *, timeout: float = 300.0, **options: Any) -> 
     Raises:
         SettingsError: If Ray is not connected, a part of the agent cannot be pickled, or the processes cannot start.
     """
-    if importlib.util.find_spec("ray") is None:
-        raise SettingsError('ray is not installed: pip install "agentfly_kit[ray]"')
-    import ray
-
+    ray = connected()
     check_count("n", n)
-    if not ray.is_initialized():
-        raise SettingsError(
-            'Ray is not connected: call ray.init("auto") on a cluster, or ray.init() for this machine'
-        )
     copy = agent.replace(watch=None)
     try:
         sent = ray.put(copy)
@@ -112,7 +98,7 @@ class _GroupRunner:
 
     async def describe(self, sent: list[Any]) -> dict[str, Any]:
         self._agent = self._agent or await sent[0]
-        return {"version": __version__, "node": socket.gethostname(), "pid": os.getpid()}
+        return describe_node()
 
     async def run_group(self, rollout: int, sent: list[Any], number: int) -> GroupResult:
         """Run a group of a rollout. `sent` contains references to the agent and the rollout's `_Description`."""
@@ -126,8 +112,7 @@ class _GroupRunner:
                 self._request = description.request
                 if description.weights is not None:
                     policy = agent.engine.policy  # type: ignore[attr-defined]
-                    policy.load_state(description.weights)
-                    policy.version = description.version
+                    policy.load_state(description.weights, description.version)
                 self._prepared = rollout
         assert self._running is not None
         handle = RolloutHandle(self._running, self._request.for_task(number))
@@ -174,28 +159,18 @@ class Workers(Displayable):
         self._actors: list[Any] = [runner.remote() for _ in range(n)]
         try:
             found = ray.get([actor.describe.remote([sent]) for actor in self._actors], timeout=timeout)
-            self._check_versions(found)
+            check_versions(found)
         except BaseException as error:
             self.close()
             if isinstance(error, ray.exceptions.GetTimeoutError):
-                raise SettingsError(
-                    f"{n} workers did not start within {timeout:g} s; each needs {_resources(given)}, and the cluster "
-                    f"has {_resources(ray.available_resources())} free"
-                ) from None
+                raise not_started(f"{n} workers", timeout, given) from None
             if isinstance(error, ray.exceptions.RayError):
                 raise SettingsError(
-                    f"a worker did not start; every node needs agentfly_kit {__version__} and the modules "
-                    f"of the agent's tools and rewards: {error}"
+                    f"a worker did not start; every node needs agentfly_kit {VERSION} and the modules of "
+                    f" the agent's tools and rewards: {error}"
                 ) from None
             raise
         self.nodes = tuple(f"{worker['node']}:{worker['pid']}" for worker in found)
-
-    def _check_versions(self, found: Sequence[dict[str, Any]]) -> None:
-        for worker in found:
-            if worker["version"] != __version__:
-                raise SettingsError(
-                    f"every node must have agentfly_kit {__version__}, got {worker['version']} on {worker['node']}"
-                )
 
     def __len__(self) -> int:
         return len(self._actors)
@@ -363,14 +338,6 @@ async def _is_reachable(actor: Any, sent: Any) -> bool:
 
 def _shapes(engine: LocalEngine) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in engine.policy.state().items()}
-
-
-def _resources(amounts: dict[str, Any]) -> str:
-    names = {"num_cpus": "CPU", "num_gpus": "GPU"}
-    shown = {
-        names.get(name, name): value for name, value in amounts.items() if names.get(name, name) in ("CPU", "GPU")
-    }
-    return " and ".join(f"{value:g} {name}" for name, value in shown.items() if value) or "no CPU"
 
 
 def _failed_group(request: RolloutRequest, number: int, failure: Failure) -> GroupResult:

@@ -1,0 +1,378 @@
+"""`af.ray.learner`: processes on a Ray cluster that update a policy, each with a part of its weights."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import threading
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed import init_process_group
+
+from agentfly_kit._async.pending_call import pending_call, run_in_thread
+from agentfly_kit._display import Displayable
+from agentfly_kit.batch.batch import Batch
+from agentfly_kit.errors import AgentFlyError, SettingsError, TrainingError, check_count, check_instance
+from agentfly_kit.integrations.ray.cluster import check_versions, connected, describe_node, not_started
+from agentfly_kit.policy.policy import Policy
+from agentfly_kit.policy.sharding import gather, scatter
+from agentfly_kit.ppo.config import PPOConfig
+from agentfly_kit.ppo.distributed import WorkerGroup
+from agentfly_kit.ppo.imitation import imitation_step
+from agentfly_kit.ppo.optimizer import adamw
+from agentfly_kit.ppo.stats import Stats
+from agentfly_kit.ppo.step import ppo_step
+
+if TYPE_CHECKING:
+    from agentfly_kit.policy.forward import ScoreName
+
+_TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
+_DEFAULTS = PPOConfig()
+# Time in seconds to wait for the other processes after one has failed. They fail as well, or wait for it for ever.
+_GRACE_SECONDS = 20.0
+
+
+def learner(policy: Policy, n: int, *, lr: float = 3e-4, timeout: float = 600.0, **options: Any) -> Learner:
+    """Start `n` processes on the Ray cluster that update `policy`, each with 1/n of the weights and optimizer state.
+
+    The policy in this process keeps all weights, in main memory if it was loaded with `device="cpu"`, and receives the
+    new ones after each step, so engines and `policy.save` work as without a learner. Connect to the cluster with
+    `ray.init` first.
+
+    Args:
+        policy: Policy to update. With several processes, a text policy in float32.
+        n: Number of processes.
+        lr: Learning rate of AdamW; `train` uses `config.lr` instead.
+        timeout: Time limit for the start of the processes in seconds.
+        options: Ray actor options of a process, such as `num_gpus=1` or `runtime_env`. By default, each process takes
+            one CPU.
+
+    Raises:
+        SettingsError: If Ray is not connected, the policy cannot be sharded, or the processes cannot start.
+    """
+    return Learner(policy, n, lr, timeout, options)
+
+
+class Learner(Displayable):
+    """Processes that update a policy, created by `af.ray.learner`.
+
+    Pass the object as `af.train(learner=)`, or call `step` instead of `ppo_step`. If a process or its node dies, the
+    others are ended, and `step` raises TrainingError.
+
+    Attributes:
+        policy: The policy, with the weights of the last step.
+        optimizer: Stands for the optimizer of the processes; `optimizer.param_groups` has the learning rates.
+        nodes: Host name and process id of each process.
+    """
+
+    nodes: tuple[str, ...] = ()
+
+    def __init__(self, policy: Policy, n: int, lr: float, timeout: float, options: dict[str, Any]) -> None:
+        check_instance("policy", policy, Policy, "an af.Policy")
+        check_count("n", n)
+        connected()
+        self.policy, self._lr, self._timeout = policy, lr, timeout
+        self._size, self._options = n, {"num_cpus": 1} | options
+        self.optimizer = _RemoteOptimizer(self)
+        self._actors: list[Any] = []
+        self._steps = 0
+        self._reference: tuple[Policy, Any] | None = None  # with its reference in Ray's object store
+        self._start()
+
+    def _start(self) -> None:
+        ray = connected()
+        # A second thread of a process receives cancellations.
+        actor = ray.remote(max_concurrency=2, **self._options)(_Process)
+        self._actors = [actor.remote() for _ in range(self._size)]
+        try:
+            address = ray.get(self._actors[0].listen.remote(), timeout=self._timeout)
+            sent = ray.put(self.policy)
+            joined = [
+                actor.join.remote(rank, self._size, address, sent, self._lr)
+                for rank, actor in enumerate(self._actors)
+            ]
+            found = ray.get(joined, timeout=self._timeout)
+            check_versions(found)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, ray.exceptions.GetTimeoutError):
+                raise not_started(f"{self._size} processes", self._timeout, self._options) from None
+            if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, AgentFlyError):
+                raise error.cause from None
+            if isinstance(error, ray.exceptions.RayError):
+                raise SettingsError(f"a process of the learner did not start: {error}") from error
+            raise
+        self.nodes = tuple(f"{each['node']}:{each['pid']}" for each in found)
+        self.optimizer.param_groups = found[0]["groups"]
+        self._seen = self._changes()
+
+    def close(self) -> None:
+        """End the processes. Idempotent."""
+        import ray
+
+        if ray.is_initialized():
+            for actor in self._actors:
+                ray.kill(actor)
+        self._actors = []
+
+    def __enter__(self) -> Learner:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = f"{len(self._actors)} processes" if self._actors else "no process is running"
+        return f"Learner({self.policy!r}, {state})"
+
+    # --- steps ---
+
+    @pending_call
+    async def step(
+        self,
+        batch: Batch,
+        config: PPOConfig = _DEFAULTS,
+        *,
+        reference: Policy | None = None,
+        seed: int = 0,
+        detail: bool = False,
+    ) -> Stats:
+        """Update the policy with `ppo_step`, or with `imitation_step` for a batch of `collate(imitate=)`.
+
+        Args:
+            batch, config, reference, seed, detail: As in `ppo_step`.
+
+        Returns:
+            The statistics of the step.
+
+        Raises:
+            AgentFlyError: As `ppo_step`.
+            SettingsError: If the weights of the policy in this process were changed after the last step.
+            TrainingError: If a process has failed.
+            asyncio.CancelledError: If the call was cancelled. The weights are then those of the last complete update.
+        """
+        if self._changes() != self._seen:
+            raise SettingsError(
+                "the policy must not be changed between steps of its learner; call await learner.reset() to continue "
+                "with its weights and a new optimizer"
+            )
+        self._steps += 1
+        number, actors = self._steps, self._actors
+
+        def cancel() -> None:
+            for actor in actors:
+                actor.cancel.remote(number)
+
+        stats: Stats = await run_in_thread(
+            self._step, number, batch, config, reference, seed, detail, on_cancel=cancel
+        )
+        return dataclasses.replace(stats, batch=batch) if detail else stats
+
+    def _step(
+        self, number: int, batch: Batch, config: PPOConfig, reference: Policy | None, seed: int, detail: bool
+    ) -> Stats:
+        import ray
+
+        groups, options = self.optimizer.param_groups, {"seed": seed, "detail": detail}
+        sent = self._send(reference)
+        result, version, weights = self._call("step", number, ray.put(batch), config, sent, groups, options)[0]
+        self.policy.load_state(weights, version)
+        self._seen = self._changes()
+        if isinstance(result, BaseException):
+            raise result
+        return result  # type: ignore[no-any-return]
+
+    def score(self, policy: Policy, batch: Batch, what: ScoreName, micro_tokens: int | None) -> Tensor:
+        """Compute a score of each token, (B, T), under the policy or a reference; see `Policy.score`."""
+        import ray
+
+        sent = None if policy is self.policy else self._send(policy)
+        return self._call("score", ray.put(batch), sent, what, micro_tokens)[0]  # type: ignore[no-any-return]
+
+    def _send(self, reference: Policy | None) -> list[Any] | None:
+        """Return what a process needs to have a reference policy: nothing if it is the policy without its adapter."""
+        import ray
+
+        if reference is None:
+            return None
+        if reference.model is self.policy.model:
+            return []
+        if self._reference is None or self._reference[0] is not reference:
+            self._reference = reference, ray.put(reference)
+        return [self._reference[1]]  # in a list, so that Ray does not fetch it for every call
+
+    @pending_call
+    async def reset(self, lr: float | None = None) -> None:
+        """Send the weights of the policy to the processes, which create a new optimizer.
+
+        Processes that have ended are started again.
+
+        Args:
+            lr: Learning rate; None keeps that of the last start.
+        """
+        self._lr = lr or self._lr
+        await run_in_thread(self._load, None) if self._actors else await run_in_thread(self._start)
+
+    def _load(self, state: dict[str, Any] | None) -> None:
+        import ray
+
+        weights = {name: tensor.detach().cpu() for name, tensor in self.policy.state().items()}
+        sent = ray.put((weights, self.policy.version, state))
+        self.optimizer.param_groups = self._call("load", sent, self._lr)[0]
+        self._seen = self._changes()
+
+    def _changes(self) -> list[int]:
+        """Return how often each weight was changed in place, and the version."""
+        return [self.policy.version, *(p._version for p in self.policy.parameters())]
+
+    def _call(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of all processes and return the results. If a process fails, end all of them."""
+        import ray
+
+        if not self._actors:
+            raise TrainingError("the processes of the learner have ended; call await learner.reset() to start others")
+        calls = [getattr(actor, method).remote(*args) for actor in self._actors]
+        left = calls
+        failed: dict[int, Exception] = {}
+        while left:
+            done, left = ray.wait(left, timeout=_GRACE_SECONDS if failed else None)
+            if not done:
+                break
+            try:
+                ray.get(done[0])
+            except ray.exceptions.RayError as error:
+                failed[calls.index(done[0])] = error
+        if not failed:
+            return ray.get(calls)  # type: ignore[no-any-return]
+        # If a process has died, the errors of the others are those of broken connections.
+        rank = min(failed, key=lambda rank: isinstance(failed[rank], ray.exceptions.RayTaskError))
+        node, failure = self.nodes[rank], getattr(failed[rank], "cause", failed[rank])
+        self.close()
+        raise TrainingError(
+            f"process {rank} of {self._size} of the learner, on {node}, failed, and the others were ended "
+            f"({type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}). Await the run again to continue "
+            "from its last checkpoint, or call await learner.reset() to continue with the weights of the policy"
+        ) from failed[rank]
+
+
+class _RemoteOptimizer:
+    """What `train` uses of an optimizer, for the optimizer of the processes."""
+
+    def __init__(self, learner: Learner) -> None:
+        self._learner = learner
+        self.param_groups: list[dict[str, Any]] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the whole state of the optimizer."""
+        return self._learner._call("optimizer_state")[0]  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load the whole state of an optimizer, and the weights of the policy, unless the processes have ended."""
+        if self._learner._actors:
+            self._learner._load(state)
+
+
+class _Process:
+    """Ray actor with a part of the weights and of the optimizer state."""
+
+    def __init__(self) -> None:
+        self._cancelled: dict[int, threading.Event] = {}
+        self._store: Any = None
+        self._reference: tuple[Any, Policy] | None = None
+
+    def listen(self) -> tuple[str, int]:
+        """Open a port for the processes to find each other, and return its address."""
+        import ray
+
+        host = ray.util.get_node_ip_address()
+        self._store = _TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port
+
+    def join(self, rank: int, size: int, address: tuple[str, int], policy: Policy, lr: float) -> dict[str, Any]:
+        import accelerate
+
+        cuda = torch.cuda.is_available()
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
+        os.environ |= {"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
+        store = self._store or _TCPStore(*address, is_master=False)
+        backend = "nccl" if cuda else "gloo"
+        init_process_group(backend, store=store, rank=rank, world_size=size)
+        self.accelerator = accelerate.Accelerator(cpu=not cuda)
+        for module in (policy.model, policy.value_head):
+            if module is not None:
+                module.to(self.accelerator.device)
+        self.policy = policy.shard(self.accelerator)
+        self.optimizer = adamw(self.policy, lr)
+        return describe_node() | {"groups": self._groups()}
+
+    def _groups(self) -> list[dict[str, Any]]:
+        groups = self.optimizer.state_dict()["param_groups"]
+        return [{name: value for name, value in group.items() if name != "params"} for group in groups]
+
+    def load(self, sent: tuple[dict[str, Tensor], int, dict[str, Any] | None], lr: float) -> list[dict[str, Any]]:
+        weights, version, state = sent
+        self.policy.load_state(weights, version)
+        self.optimizer = adamw(self.policy, lr)
+        if state is not None:
+            self.optimizer.load_state_dict(
+                state if self.policy.accelerator is None else scatter(state, self.optimizer)
+            )
+        return self._groups()
+
+    def cancel(self, number: int) -> None:
+        self._cancelled.setdefault(number, threading.Event()).set()
+
+    def step(
+        self,
+        number: int,
+        batch: Batch,
+        config: PPOConfig,
+        sent: list[Any] | None,
+        groups: list[dict[str, Any]],
+        options: dict[str, Any],
+    ) -> tuple[Any, int, dict[str, Tensor]]:
+        """Return statistics or an error that all processes have raised, the version, and in rank 0 the weights."""
+        cancel = self._cancelled.setdefault(number, threading.Event())
+        for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
+            group.update(settings)
+        result: Any
+        try:
+            if batch.imitation:
+                given = {"seed": options["seed"]}
+            else:
+                given = options | {"reference": self._referred(sent)}
+            update: Any = imitation_step if batch.imitation else ppo_step
+            result = update(self.policy, self.optimizer, batch, config, cancel=cancel, **given)
+            result = dataclasses.replace(result, batch=None)
+        except (AgentFlyError, asyncio.CancelledError) as error:
+            result = error
+        weights = self.policy.state()
+        is_main = self.accelerator.is_main_process
+        return result, self.policy.version, {k: v.detach().cpu() for k, v in weights.items()} if is_main else {}
+
+    def score(self, batch: Batch, sent: list[Any] | None, what: ScoreName, micro_tokens: int | None) -> Tensor:
+        policy = self._referred(sent) or self.policy
+        return WorkerGroup(self.accelerator).score(policy, batch, what, micro_tokens)
+
+    def _referred(self, sent: list[Any] | None) -> Policy | None:
+        """Return the reference policy, which is kept until another one is sent."""
+        import ray
+
+        if not sent:
+            return None if sent is None else self.policy.reference()
+        if self._reference is None or self._reference[0] != sent[0]:
+            self._reference = None
+            reference: Policy = ray.get(sent[0])
+            reference.model.to(self.accelerator.device)
+            self._reference = sent[0], reference.shard(self.accelerator)
+        return self._reference[1]
+
+    def optimizer_state(self) -> dict[str, Any]:
+        optimizer = self.optimizer
+        state: dict[str, Any] = (
+            optimizer if self.policy.accelerator is None else gather(self.policy, optimizer)[1]
+        ).state_dict()
+        return state if self.accelerator.is_main_process else {}
