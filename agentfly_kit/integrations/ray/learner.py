@@ -250,10 +250,11 @@ class Learner(Displayable):
         # If a process has died, the errors of the others are those of broken connections.
         rank = min(failed, key=lambda rank: isinstance(failed[rank], ray.exceptions.RayTaskError))
         node, failure = self.nodes[rank], getattr(failed[rank], "cause", failed[rank])
+        text = str(failure).strip().partition("\n")[0]
         self.close()
         raise TrainingError(
             f"process {rank} of {self._size} of the learner, on {node}, failed, and the others were ended "
-            f"({type(failure).__name__}: {str(failure).strip().partition(chr(10))[0]}). Await the run again to continue "
+            f"({type(failure).__name__}: {text}). Await the run again to continue "
             "from its last checkpoint, or call await learner.reset() to continue with the weights of the policy"
         ) from failed[rank]
 
