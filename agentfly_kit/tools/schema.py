@@ -151,7 +151,7 @@ class Arguments:
                     values[name] = self._adapters[name].validate_python(drop_none(given[name]))
                 except ValidationError:
                     problems += _validation_messages(name, error)
-        problems += [f"{name} is not an argument" for name in given if name not in self.parameters]
+        problems += [f"{name} is not a parameter" for name in given if name not in self.parameters]
         if not problems:
             return values, ""
         return {}, f"{self.owner} was not run: {'; '.join(problems)}. It takes {self.signature}"
