@@ -182,6 +182,9 @@ def _annotation(part: Mapping[str, Any]) -> Any:
         return Union[tuple(_annotation(kind) for kind in kinds or [{**part, "type": t} for t in part["type"]])]  # noqa: UP007
     if part.get("type") == "array" and isinstance(part.get("items"), Mapping):
         return list[_annotation(part["items"])]  # type: ignore[misc]
+    values = part.get("additionalProperties")
+    if part.get("type") == "object" and isinstance(values, Mapping) and not part.get("properties"):
+        return dict[str, _annotation(values)]  # type: ignore[misc]
     return _TYPES.get(part.get("type", ""), Any)
 
 

@@ -27,6 +27,7 @@ from pydantic import Field
 from waiting import GUARD
 
 import agentfly_kit as af
+from agentfly_kit._async import limits
 
 TASK = af.Task(
     "t", ({"role": "user", "content": "2+3"},), {"answer": "5", "facts": {"Ann": "Oslo"}, "expression": "trap"}
@@ -554,6 +555,19 @@ async def test_a_blocked_event_loop_is_charged_only_to_the_call_that_blocks_it()
         *innocent, blocking = await asyncio.gather(waits.try_(), wraps.try_(), asks.try_(), blocks.try_())
     assert [result.observation for result in innocent] == ["", "", ""] and len(warned) == 1
     assert blocking.observation == "blocks took longer than 0.3 s and blocked the event loop."
+
+
+async def test_a_call_whose_thread_waits_for_a_cpu_does_not_block_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @af.tool(timeout=0.1)
+    async def preempted() -> str:
+        """Compute."""
+        time.sleep(0.4)  # noqa: ASYNC251
+        return "done"
+
+    monkeypatch.setattr(limits, "_waiting_seconds", time.perf_counter)
+    assert (await preempted.try_()).observation == "done"
 
 
 ENDING = """
