@@ -16,7 +16,8 @@ class _Results(list[tuple[asyncio.Future[Any], Any]]):
 # Maps the id of each event loop that has been woken to its undelivered results. Only the callback of the loop holds
 # them, so that they and the tasks that wait for them can be collected if the loop is closed before it runs.
 _pending: weakref.WeakValueDictionary[int, _Results] = weakref.WeakValueDictionary()
-_lock = threading.Lock()
+# Reentrant, because a finalizer may deliver results.
+_lock = threading.RLock()
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
@@ -33,26 +34,29 @@ def deliver(*results: tuple[asyncio.Future[Any], Any]) -> bool:
     An event loop is woken only once for all results that arrive before it runs. Return False if a loop is closed.
     """
     delivered = True
-    asleep: list[tuple[asyncio.AbstractEventLoop, _Results]] = []
-    for future, result in results:
-        loop = future.get_loop()
-        if loop.is_closed():
-            delivered = False
-        elif loop is running_loop():
-            _set_result(future, result)
-        else:
-            with _lock:
-                waiting = _pending.get(id(loop))
-                if waiting is None:
-                    waiting = _pending[id(loop)] = _Results()
-                    asleep.append((loop, waiting))
-                waiting.append((future, result))
-    for loop, waiting in asleep:
-        try:
-            loop.call_soon_threadsafe(_set_pending, loop, waiting)
-        except RuntimeError:  # the event loop was closed in the meantime
-            delivered = False
+    with _lock:  # until a loop has been woken, no other thread may add results for it
+        for future, result in results:
+            loop = future.get_loop()
+            if loop.is_closed():
+                delivered = False
+            elif loop is running_loop():
+                _set_result(future, result)
+            else:
+                try:
+                    _wake(loop).append((future, result))
+                except RuntimeError:  # the event loop was closed in the meantime
+                    delivered = False
     return delivered
+
+
+def _wake(loop: asyncio.AbstractEventLoop) -> _Results:
+    """Return the undelivered results of an event loop, which will set them. Raises RuntimeError if it is closed."""
+    waiting = _pending.get(id(loop))
+    if waiting is None:
+        waiting = _Results()
+        loop.call_soon_threadsafe(_set_pending, loop, waiting)
+        _pending[id(loop)] = waiting
+    return waiting
 
 
 def _set_pending(loop: asyncio.AbstractEventLoop, results: _Results) -> None:
@@ -74,7 +78,7 @@ def _set_result(future: asyncio.Future[Any], result: Any) -> None:
 def _after_fork() -> None:
     """Reset the state in a forked child, because another thread may have held the lock during the fork."""
     global _lock
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     _pending.clear()
 
 

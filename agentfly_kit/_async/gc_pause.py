@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
 import threading
 from collections.abc import Iterator
 
@@ -40,3 +41,13 @@ def relaxed_gc() -> Iterator[None]:
     finally:
         if gc.get_threshold() == _THRESHOLDS:
             gc.set_threshold(*before)
+
+
+def _after_fork() -> None:
+    """Reset the lock in a forked child, because another thread may have held it during the fork."""
+    global _collecting
+    _collecting = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # Windows cannot fork
+    os.register_at_fork(after_in_child=_after_fork)

@@ -97,8 +97,19 @@ def extend(start: float, end: float) -> None:
         timer.extended_to = max(end, timer.extended_to)
 
 
+def _waiting_seconds() -> float:
+    """Return for how long this thread has waited for a CPU; 0 where this is unknown, as on systems without /proc."""
+    try:
+        with open("/proc/thread-self/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError):
+        return 0.0
+
+
 class Steps(Generator[Any, Any, Any]):
     """Awaitable that runs a coroutine and measures how long its steps block the event loop.
+
+    Time during which the thread of the event loop waits for a CPU, because the machine is busy, does not count.
 
     Attributes:
         blocked: Duration in seconds of all steps that blocked the event loop, which its clock does not count.
@@ -107,7 +118,7 @@ class Steps(Generator[Any, Any, Any]):
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any]) -> None:
         self._coroutine = coroutine
-        self.blocked = self.longest = 0.0
+        self.blocked = self.longest = self._waited = self._read_at = 0.0
 
     def __await__(self) -> Steps:
         return self
@@ -120,9 +131,13 @@ class Steps(Generator[Any, Any, Any]):
 
     def _timed(self, step: Callable[..., Any], *args: Any) -> Any:
         began = time.perf_counter()
+        if began > self._read_at + _INTERVAL:  # reading takes some microseconds
+            self._waited, self._read_at = _waiting_seconds(), began
         try:
             return step(*args)
         finally:
             seconds = time.perf_counter() - began
+            if seconds > _BLOCKED:
+                seconds -= _waiting_seconds() - self._waited
             self.longest = max(self.longest, seconds)
             self.blocked += seconds if seconds > _BLOCKED else 0.0

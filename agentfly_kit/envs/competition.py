@@ -190,7 +190,7 @@ def _collect():
 print(_collect())
 """
 _REFUSED = {
-    "missing": "the program wrote no submission.csv",
+    "missing": "the program did not write submission.csv",
     "strange": "submission.csv is not a file",
     "long": f"submission.csv has more than {_LONGEST} bytes",
 }

@@ -85,7 +85,7 @@ def _value(node: ast.expr, text: str) -> Any:
             return _checked(a / b)
         if isinstance(node.op, ast.Pow):
             return _checked(_power(a, b))
-    raise NotArithmetic("only numbers, + - * / ^, brackets, sqrt(), pi and e are supported")
+    raise NotArithmetic("only numbers, + - * / ^, parentheses, sqrt(), pi and e are supported")
 
 
 def _checked(number: Any) -> Any:

@@ -76,7 +76,9 @@ def from_env(
                 action: the action to take.
             """
             if isinstance(actions, Mapping) and action not in actions:
-                return ToolResult(False, f"there is no action {action!r}; there is {', '.join(map(repr, actions))}")
+                return ToolResult(
+                    False, f"unknown action {action!r}; the actions are {', '.join(map(repr, actions))}"
+                )
             try:
                 converted = actions[action] if isinstance(actions, Mapping) else actions(action)
             except ValueError as error:

@@ -193,7 +193,9 @@ class SQL(SandboxEnvironment):
         if not result.ok:
             self.observation = f"Error executing query: {result.error}"
         elif result.truncated:
-            self.observation = f"Error executing query: more than {self._sandbox.max_rows} rows, or too long ones"
+            self.observation = (
+                f"Error executing query: more than {self._sandbox.max_rows} rows, or rows that are too long"
+            )
         else:
             self.observation = list(result.rows) if result.columns else None
         failed = isinstance(self.observation, str)

@@ -40,7 +40,7 @@ _INSPECT_VALUES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 def conversations(columns: dict[str, Any], location: str) -> list[list[Any]] | None:
     """Remove the conversations from the columns of a row, and return the messages of each, or None if there is none.
 
-    Messages of ART have the key "trainable", which is True if the policy sampled them.
+    In messages of ART, "trainable" is True if the policy sampled them and False otherwise.
     """
     _unpack(columns)
     segments: list[list[Any]] = []
@@ -97,10 +97,10 @@ def _unpack(columns: dict[str, Any]) -> None:
 
 
 def _from_choice(given: Any) -> Any:
-    """Return the message of a choice, which ART records for messages that the policy sampled."""
+    """Return the message of a choice, which ART records for messages that the policy sampled, or another message."""
     if isinstance(given, Mapping) and isinstance(given.get("message"), Mapping):
         return {**given["message"], "trainable": True}
-    return given
+    return {**given, "trainable": False} if isinstance(given, Mapping) else given
 
 
 def inspect_samples(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -187,9 +187,12 @@ def encoded(
     Actions consist of the text that the chat template renders for the message, and a stop token. No turn is sampled.
 
     Raises:
-        TaskError: If the chat cannot render the conversation, or a call has no result or invalid arguments.
+        TaskError: If the chat cannot render the conversation, a call has no result or invalid arguments, or there is no
+            action.
     """
     out: list[Turn] = []
+    if all(turn.kind != "action" for turn in turns):
+        raise TaskError(f"{location}: to be encoded, a conversation must have a message that the policy sampled")
     try:
         for i, turn in enumerate(turns):
             before = out[-1] if out else None
@@ -241,14 +244,14 @@ def _action_ids(
     text = whole.removeprefix(prompt)
     ends = [(text.rfind(stop), stop) for stop in chat.template.stops()]
     end, stop = max(ends, default=(-1, ""))
-    # In these cases, the template renders history differently, or without an end-of-turn token.
-    if text == whole or end < 0:
-        text = chat._with_written_calls(message)["content"]
+    if text == whole:  # the template renders the history differently
+        text, end = chat._with_written_calls(message)["content"], -1
         if chat._open_tag:
             thinking = message.get("thinking") or ""
             text = f"{thinking}\n</think>\n\n{text}"
-        end = len(text)
+    if end < 0:  # there is no end-of-turn token
         (stop,) = chat.token_texts(chat.stop_ids[:1])
+        end = len(text)
     ids = (*chat.encode(text[:end]), *chat.encode(stop))
     parsed = chat.parse(ids, tools)
     wanted = [(call.name, call.arguments) for call in turn.tool_calls]

@@ -73,8 +73,9 @@ def read_rollouts(
             verifiers), "input" and "output" (verl), "input_prompt" and "output_response" (SkyRL), "messages" (OpenAI,
             Anthropic, ART), "conversations" (ShareGPT), "segments" (AgentFly), "samples" (Inspect), "traces"
             (verifiers), or token ids: "prompt_ids" and "completion_ids", optionally with "completion_mask" (1 at
-            sampled tokens) and "logprobs", of the same length as "completion_ids". The column "tools" contains the tool
-            schemas.
+            sampled tokens) and "logprobs", of the same length as "completion_ids". Such rows count as sampled by
+            version 0 of the policy: `ppo_step` needs PPOConfig(max_lag=None) for later versions. The column "tools"
+            contains the tool schemas.
         reward: Column, or columns whose sum is the reward. By default, the reward is the column "reward" or "score". In
             a verifiers trace, it is the weighted sum of the rewards; in a TRL table, which contains no weights, it is
             the sum of all numbers between "completion" and "advantage". Other numbers become metrics, and other values
@@ -226,7 +227,7 @@ def _with_new_actions(segments: Sequence[Sequence[Message]]) -> list[list[_Node]
 
     A repeated action follows the same message, which distinguishes it from an equal short answer.
     """
-    marked = any(message.get("trainable") for segment in segments for message in segment)
+    marked = any(message.get("trainable") is not None for segment in segments for message in segment)
     known: list[tuple[Message | None, Message]] = []
     rows = []
     for segment in segments:

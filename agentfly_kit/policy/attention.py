@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -63,16 +64,21 @@ def masked_states(
     # Models without layer types take one mask; others take one per type unless all layers have full attention.
     mapped = getattr(config, "layer_types", None) and masks.keys() not in ({"full_attention"}, {"linear_attention"})
     if cache is not None:
-        # Transformers before 5.24 uses the first two names, the second one for models without attention.
-        accepted = inspect.signature(decoder.forward).parameters
-        name = next((name for name in ("past_key_values", "cache_params") if name in accepted), "cache")
-        options[name] = cache
+        options[_cache_parameter(decoder.__class__)] = cache
     return decoder(
         attention_mask=masks if mapped else next(iter(masks.values())),
         use_cache=False,
         return_dict=True,
         **{"input_ids": ids, "position_ids": positions} | options,
     )
+
+
+@functools.cache
+def _cache_parameter(decoder: type[torch.nn.Module]) -> str:
+    """Return the name of the parameter of a decoder class that takes the cache."""
+    # Transformers before 5.24 uses the first two names, the second one for models without attention.
+    accepted = inspect.signature(decoder.forward).parameters
+    return next((name for name in ("past_key_values", "cache_params") if name in accepted), "cache")
 
 
 def is_recurrent(decoder: Any) -> bool:

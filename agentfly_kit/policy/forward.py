@@ -433,7 +433,7 @@ class LanguageModel:
         if not on:
             yield
             return
-        from agentfly_kit.policy.checkpointing import checkpointed
+        from agentfly_kit.policy.gradient_checkpointing import checkpointed
 
         with checkpointed([self.model, *([self.value_head.trunk] if isinstance(self.value_head, Critic) else [])]):
             yield

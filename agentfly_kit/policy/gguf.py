@@ -7,6 +7,7 @@ import importlib.util
 import math
 import os
 import struct
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from agentfly_kit.errors import PolicyError
 
 # Format of the numbers in metadata, by type. The other types are strings (8) and arrays (9).
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+
+# Held while the progress bar of transformers' conversion is replaced. Files are loaded one after the other.
+_loading = threading.Lock()
 
 
 def models_folder() -> Path:
@@ -61,10 +65,14 @@ def load_gguf(file: Path, **options: Any) -> tuple[Any, Any]:
     tokenizer = AutoTokenizer.from_pretrained(**where)
     # The progress bar of the conversion has no setting. That of transformers can be disabled; see `without_output`.
     conversion: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
-    conversion.tqdm = transformers_logging.tqdm
-    found: Any = AutoModelForCausalLM.from_pretrained(
-        **where, quantization_config=GgufConfig(dequantize=True), output_loading_info=True, **options
-    )
+    with _loading:
+        before, conversion.tqdm = conversion.tqdm, transformers_logging.tqdm
+        try:
+            found: Any = AutoModelForCausalLM.from_pretrained(
+                **where, quantization_config=GgufConfig(dequantize=True), output_loading_info=True, **options
+            )
+        finally:
+            conversion.tqdm = before
     model, report = found
     if missing := sorted(report["missing_keys"]):
         raise PolicyError(f"{file.name} lacks {len(missing)} weights of the model, such as {missing[0]}")

@@ -28,7 +28,8 @@ _POLL_SECONDS = 0.25  # how often the CPU time of a running call is checked
 _HELD_UP_FACTOR, _HELD_UP_SECONDS = 10, 30.0
 _MAX_OUTPUT_FACTOR = 256  # stop a call once it has printed this many times max_output
 _CHUNK = 65536
-ENDED_BY_CODE = SandboxResult(error="the sandbox was ended by its own code", died=True, files_lost=True)
+_ENDED = "the code terminated the sandbox"
+ENDED_BY_CODE = SandboxResult(error=_ENDED, died=True, files_lost=True)
 OUT_OF_MEMORY = "the machine ran out of memory and killed a process of the sandbox, which was below its own limit"
 
 
@@ -397,11 +398,11 @@ def death_message(limit: Limit | None, status: int | None, timeout: float = 0.0,
     if closed:
         return "the sandbox was closed"
     if limit == "time":
-        return f"killed: it ran for more than {timeout:g} s and did not stop when it was interrupted"
+        return f"killed: time limit of {timeout:g} s exceeded"
     if limit is not None:
-        return f"killed: it ran into the {limit} limit"
+        return f"killed: {limit} limit exceeded"
     if status is None:
-        return "the sandbox was ended by its own code"
+        return _ENDED
     if status < 0:
-        return f"the interpreter was ended by signal {-status}"
+        return f"the interpreter was terminated by signal {-status}"
     return f"the interpreter exited with status {status}"

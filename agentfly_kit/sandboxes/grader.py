@@ -22,6 +22,8 @@ from .result import Limit, SandboxResult
 from .sandbox import Startable
 from .settings import forward_signature
 
+_INVALID = "no valid result was returned"
+
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Verdict(Displayable):
@@ -226,9 +228,9 @@ class Grader(Startable):
             try:
                 result, reply = await self._work._call("program", timeout, source=source, stdin=stdin)
             except ToolError:  # only a forged answer raises this
-                return SandboxResult(error="it gave no readable answer")
+                return SandboxResult(error=_INVALID)
             answer = reply.get("answer")
-            error = answer.get("error") if isinstance(answer, dict) else result.error or "it gave no readable answer"
+            error = answer.get("error") if isinstance(answer, dict) else result.error or _INVALID
             return dataclasses.replace(result, value=None, error=None if error is None else str(error)[-4000:])
 
     @contextlib.asynccontextmanager
@@ -321,7 +323,7 @@ class Grading:
 
     def timeout_message(self) -> str:
         if self.end <= self.test_end:
-            return f"it was not done when the {self.total:g} s for all tests were over"
+            return f"it was not finished after the {self.total:g} s for all tests"
         return f"it took more than {self.timeout:g} s"
 
     async def call_half(self, half: _Half, name: str, **given: object) -> Any:
@@ -360,7 +362,7 @@ class Grading:
         except NoAnswer as ended:
             self.load_error = str(ended)
             raise
-        error = answer.get("error") if isinstance(answer, dict) else "it gave no readable answer"
+        error = answer.get("error") if isinstance(answer, dict) else _INVALID
         if error is not None:
             self.load_error = str(error)[-4000:]
             raise NoAnswer(self.load_error)
@@ -415,7 +417,7 @@ class Grading:
         while "ask" in step:
             answer, _ = await self.call_half(self.work, "answer", question=step["ask"])
             if not isinstance(answer, str):
-                raise NoAnswer("the submission gave no readable answer")
+                raise NoAnswer("the submission returned no valid result")
             step = await self.call_tests("resume", answer=answer)
         if "broken" in step:
             raise InvalidTest(step["broken"])
@@ -432,7 +434,7 @@ class Grading:
             answer, result = await self.call_half(self.work, "program", source=self.source, stdin=stdin)
         except NoAnswer as ended:
             return self.verdict(began, str(ended), ended.limit)
-        error = answer.get("error") if isinstance(answer, dict) else "it gave no readable answer"
+        error = answer.get("error") if isinstance(answer, dict) else _INVALID
         if error is not None:
             return self.verdict(began, str(error)[-4000:])
         if result.truncated:
@@ -444,8 +446,8 @@ class Grading:
 
 def _failure_message(result: SandboxResult) -> str:
     if result.limit is not None and not result.died:
-        return f"it ran into the {result.limit} limit"
-    return (result.error or "it gave no readable answer")[-4000:]
+        return f"it exceeded the {result.limit} limit"
+    return (result.error or _INVALID)[-4000:]
 
 
 def _lines(text: str) -> list[str]:

@@ -167,10 +167,10 @@ def _answer(name: str, timeout: float, result: SandboxResult, reply: dict[str, A
         return reply["answer"]
     lost = "; the sandbox was restarted with its initial files" if result.files_lost else ""
     if result.limit == "time":
-        raise ToolError(f"{name} took more than {timeout:g} s and was stopped{lost}")
+        raise ToolError(f"{name} exceeded the time limit of {timeout:g} s{lost}")
     if result.limit is not None:
-        raise ToolError(f"{name} ran into the {result.limit} limit{lost}")
-    last = (result.error or "it gave no readable answer").splitlines()[-1]
+        raise ToolError(f"{name} exceeded the {result.limit} limit{lost}")
+    last = (result.error or "no valid result was returned").splitlines()[-1]
     raise ToolError(f"{name} failed: {last}{lost}")
 
 

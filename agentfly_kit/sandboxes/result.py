@@ -51,7 +51,7 @@ class SandboxResult(Displayable):
         """Output, error and value as one string, as on a terminal, with notes on truncation and restarts."""
         parts = [self.stdout.rstrip("\n"), self.stderr.rstrip("\n"), self.error or "", self.value or ""]
         if self.truncated:
-            parts.append("[output cut off]")
+            parts.append("[output truncated]")
         if self.died:
             lost = "the sandbox was restarted: variables and files are lost"
             parts.append(f"[{lost}]" if self.files_lost else "[the interpreter was restarted: variables are lost]")

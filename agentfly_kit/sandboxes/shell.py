@@ -43,15 +43,15 @@ class ShellResult(SandboxResult):
         """The output as on a terminal, with the exit status if it is not 0, and notes on errors and truncation."""
         parts = [self.stdout.rstrip("\n"), self.stderr.rstrip("\n")]
         if self.truncated:
-            parts.append("[output cut off]")
+            parts.append("[output truncated]")
         if self.error:
             parts.append(f"[{self.error}]")
         elif self.exit_code:
             parts.append(f"[exit status {self.exit_code}]")
         if self.files_lost:
-            parts.append("[the sandbox was restarted: the shell's variables and all files are lost]")
+            parts.append("[the sandbox was restarted: shell variables and all files are lost]")
         elif self.died:
-            parts.append("[the shell has ended; the next command runs in a new shell with the same files]")
+            parts.append("[the shell exited; the next command runs in a new shell with the same files]")
         return "\n".join(part for part in parts if part)
 
 
@@ -85,11 +85,11 @@ class ShellSandbox(HostedSandbox):
         limit = result.limit
         if limit is None and code is not None:
             limit = _SIGNALS.get(code)
-        error = None if code is not None else result.error or "the shell ended unexpectedly"
+        error = None if code is not None else result.error or "the shell exited unexpectedly"
         if result.timed_out and code is not None:
-            error = f"stopped: it ran for more than {timeout:g} s"
+            error = f"stopped: time limit of {timeout:g} s exceeded"
         elif limit is not None and code is not None and code != 0:
-            error = f"it ran into the {limit} limit; exit status {code}"
+            error = f"{limit} limit exceeded; exit status {code}"
         stderr = _NO_TERMINAL.sub("", result.stderr)
         if ended:
             stderr = stderr.removesuffix("exit\n")  # bash prints this when it exits

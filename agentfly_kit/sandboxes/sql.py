@@ -145,10 +145,10 @@ class SQLSandbox(HostedSandbox):
         except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError, RecursionError):
             found = {}
             if result.timed_out and not died:
-                error = f"stopped: it ran for more than {timeout:g} s"
+                error = f"stopped: time limit of {timeout:g} s exceeded"
             elif limit is not None and not died:
-                error = f"stopped: it ran into the {limit} limit"
-            error = error or "the database gave no readable answer"
+                error = f"stopped: {limit} limit exceeded"
+            error = error or "the database returned no valid result"
         if limit == "memory" and self.engine == "duckdb" and not died:
             # After a failed allocation, DuckDB may hang in its next query (seen in 1 of 8 runs with version 2.0).
             died = (await self._execute("import os\nos._exit(0)", 5.0)).died

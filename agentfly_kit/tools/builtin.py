@@ -101,7 +101,7 @@ async def search_files(pattern: str, sandbox: FileSandbox, path: str = ".") -> s
     found = [str(each)[:300] for each in await sandbox.grep(pattern, path, max_matches=50)]
     if len(found) == 50:
         found.append("[only the first 50 matching lines are shown]")
-    return "\n".join(found) or "no line matches"
+    return "\n".join(found) or "no matching lines"
 
 
 @tool(timeout=120.0)

@@ -112,5 +112,5 @@ def fit_result(result: ToolResult, max_chars: int | None) -> ToolResult:
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if max_chars is None or len(text) <= max_chars:
         return replace(result, observation=text)
-    cut = f"{text[:max_chars]}\n[cut: the first {max_chars} of {len(text)} characters]"
+    cut = f"{text[:max_chars]}\n[truncated: the first {max_chars} of {len(text)} characters]"
     return replace(result, observation=cut, truncated=True)

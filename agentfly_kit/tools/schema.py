@@ -151,7 +151,7 @@ class Arguments:
                     values[name] = self._adapters[name].validate_python(drop_none(given[name]))
                 except ValidationError:
                     problems += _validation_messages(name, error)
-        problems += [f"{name} is not an argument" for name in given if name not in self.parameters]
+        problems += [f"{name} is not a parameter" for name in given if name not in self.parameters]
         if not problems:
             return values, ""
         return {}, f"{self.owner} was not run: {'; '.join(problems)}. It takes {self.signature}"
@@ -182,6 +182,9 @@ def _annotation(part: Mapping[str, Any]) -> Any:
         return Union[tuple(_annotation(kind) for kind in kinds or [{**part, "type": t} for t in part["type"]])]  # noqa: UP007
     if part.get("type") == "array" and isinstance(part.get("items"), Mapping):
         return list[_annotation(part["items"])]  # type: ignore[misc]
+    values = part.get("additionalProperties")
+    if part.get("type") == "object" and isinstance(values, Mapping) and not part.get("properties"):
+        return dict[str, _annotation(values)]  # type: ignore[misc]
     return _TYPES.get(part.get("type", ""), Any)
 
 

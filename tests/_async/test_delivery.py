@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from typing import Any
+from unittest.mock import Mock
 
 import errors
 import pytest
@@ -29,3 +30,21 @@ async def test_results_that_arrive_together_wake_the_loop_once(monkeypatch: pyte
     await errors.check(lambda: futures[7], ValueError, "last")
     assert len(wake_ups) == 1
     assert deliver((futures[1], "late")) and futures[1].result() == 1
+
+
+def test_no_thread_relies_on_a_wake_up_that_failed() -> None:
+    """While a thread finds out that the loop was closed, another one adds a result."""
+    loop, found = Mock(), []
+    loop.is_closed.return_value = False
+    other = threading.Thread(target=lambda: found.append(deliver((Mock(get_loop=lambda: loop), 2))))
+
+    def wake_up(*_: Any) -> None:
+        if loop.call_soon_threadsafe.call_count == 1:
+            other.start()
+            other.join(0.2)  # it cannot end before this thread does
+        raise RuntimeError
+
+    loop.call_soon_threadsafe.side_effect = wake_up
+    found.append(deliver((Mock(get_loop=lambda: loop), 1)))
+    other.join()
+    assert found == [False, False]

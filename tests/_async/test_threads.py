@@ -120,7 +120,7 @@ async def test_arguments_are_released_after_a_call() -> None:
 def test_a_forked_child_has_its_own_threads() -> None:
     code = """
 import asyncio, os, threading, warnings
-from agentfly_kit._async import delivery, threads
+from agentfly_kit._async import delivery, gc_pause, threads
 warnings.simplefilter("ignore")
 stuck = threading.Event()
 def wait(): stuck.wait()
@@ -131,7 +131,11 @@ async def one():
     return await threads.run_off_loop(int, None)
 asyncio.run(both())
 delivery._lock.acquire()
+collecting = threading.Thread(target=gc_pause._collecting.acquire)
+collecting.start()
+collecting.join()
 if os.fork() == 0:
+    gc_pause.collect()
     print(asyncio.run(one()), flush=True)
     os._exit(0)
 print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)

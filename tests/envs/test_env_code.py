@@ -100,7 +100,7 @@ async def test_limits_of_the_interpreter_are_observations(never_killed: None) ->
     agent = af.envs.code.agent(engine, chat=af.envs.family.small_chat(), size=1, max_turns=8)
     (t,) = (await agent.rollout([task()])).trajectories
     shown = [c.result.observation for c in t.tool_calls if c.result is not None]
-    assert "restarted" in shown[0] and "cut" in shown[1] and "ZeroDivisionError" in shown[2] and shown[3] == "4"
+    assert "restarted" in shown[0] and "truncated" in shown[1] and "ZeroDivisionError" in shown[2] and shown[3] == "4"
     assert (t.reward, t.metrics["runs"]) == (1, 4)
 
 

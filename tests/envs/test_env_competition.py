@@ -174,7 +174,7 @@ async def test_the_labels_are_not_in_the_sandbox(closed_later: Any) -> None:
     ("code", "words"),
     [
         ("1/0", "the program failed: ZeroDivisionError"), ("x = (", "the program failed: SyntaxError"),
-        ("pass", "the program wrote no submission.csv"), ("import os; os._exit(3)", "the program failed"),
+        ("pass", "the program did not write submission.csv"), ("import os; os._exit(3)", "the program failed"),
         ("open('submission.csv', 'w').write('id,y\\n' + '0,1\\n' * 10**7)", "has more than 32768 bytes"),
         ("open('submission.csv', 'wb').write(bytes(10**8))", "the program failed|has more than 32768 bytes"),
         ("import os; os.symlink('/etc/passwd', 'submission.csv')", "submission.csv is not a file"),
@@ -203,7 +203,7 @@ async def test_an_old_submission_is_not_submitted_again(closed_later: Any) -> No
     of = closed_later(Contest())
     await of.reset(task(), 0)
     assert await run(of, "import baselines\nbaselines.mean()", "validate") == "the submission is valid"
-    assert await run(of, "pass") == "the program wrote no submission.csv"
+    assert await run(of, "pass") == "the program did not write submission.csv"
     assert (await of.reward()) == {"reward": 0.0, "success": 0.0, "best": 0.0, "submissions": 0.0, "programs": 2.0}
 
 

@@ -63,7 +63,7 @@ async def test_a_repair_by_hand_is_seen_by_the_shell_and_by_the_reward(
     before = await score(env, grader)
     assert (before["reward"], before["kept"], before["edits"], before["fixed"]) == (0.0, 1.0, 0.0, 0.0)
     assert "hidden" not in await call(env, "list_files")
-    assert await call(env, "search_files", pattern="def test_what_is_shown_is_read") == "no line matches"
+    assert await call(env, "search_files", pattern="def test_what_is_shown_is_read") == "no matching lines"
     await mend(env)
     assert (await call(env, "shell", command="python run_tests.py money orders")).exit_code == 0
     assert await score(env, grader) == {

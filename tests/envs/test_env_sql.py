@@ -153,7 +153,7 @@ async def test_hostile_queries_are_reported_and_do_not_affect_the_next_chain(
 async def test_too_many_rows_are_an_error_for_the_model(closed_later: Any) -> None:
     of = closed_later(af.envs.sql.SQL(most=2))
     assert (await played(of, "SELECT b FROM t", gold="SELECT 1"))["reward"] == 0
-    assert of.observation == "Error executing query: more than 2 rows, or too long ones"
+    assert of.observation == "Error executing query: more than 2 rows, or rows that are too long"
     await errors.check(
         lambda: of.reset(task(), 0), af.errors.SandboxError, "more than 2 rows; raise options={'most': ...}"
     )

@@ -183,7 +183,7 @@ async def test_clicks_on_missing_elements_change_nothing() -> None:
     await errors.check(
         lambda: shop.click("buy now"), af.ToolError, "'buy now' is not on this page; you can click: search"
     )
-    errors.check(lambda: shop.search("  "), af.ToolError, "give keywords")
+    errors.check(lambda: shop.search("  "), af.ToolError, "the keywords must not be empty")
     assert shop.search("qwertyuiop").endswith("Page 1 (Total results: 0) [SEP] Next >")
     text = WebShopText()
     page = await text.reset(task, 0)

@@ -329,4 +329,4 @@ async def test_a_gymnasium_environment_is_wrapped() -> None:
     assert [c.result.observation for c in t.tool_calls] == ["4", "8", "9", "10", "14", "15"]
     assert [turn.reward for turn in t.turns if turn.author == "tool"][-1] == 1.0
     (wrong,) = af.envs.tools(frozen)
-    assert "there is no action 'jump'" in (await wrong.try_(action="jump", task=asked)).observation
+    assert "unknown action 'jump'" in (await wrong.try_(action="jump", task=asked)).observation

@@ -113,6 +113,7 @@ def test_files_of_art() -> None:
     assert [turn.kind for turn in two.turns] == ["prompt", "action", "observation", "action"]
     assert [message["content"] for message in two.turns[2].messages] == ["Let me think.", "Sure?"]
     old = {"messages_and_choices": [QUESTION, {"finish_reason": "stop", "index": 0, "message": ANSWER}]}
+    assert len(af.read_rollouts([{"messages_and_choices": [QUESTION, ANSWER]}])[0].turns) == 1, "nothing was sampled"
     group = {"trajectories": [{**old, "reward": reward, "metrics": {}} for reward in (0, 1)], "metadata": {}}
     rollout = af.read_rollouts([group], chat=chat())
     assert [(t.reward, t.final) for t in rollout] == [(0.0, "5"), (1.0, "5")] and len(rollout.groups) == 1
@@ -273,6 +274,7 @@ async def test_a_log_has_the_token_ids_of_an_agent_and_can_be_imitated(name: str
 THOUGHTS = {
     "qwen3": "<think>\nIt is five.\n</think>\n\n5<|im_end|>",
     "qwen3_5_think": "It is five.\n</think>\n\n5<|im_end|>",
+    "glm4moe": "\n<think>It is five.</think>\n5<|user|>",  # without a token that ends a turn
     "deepseek_r1_distill": "It is five.\n</think>\n\n5<｜end▁of▁sentence｜>",
 }
 
@@ -310,6 +312,7 @@ def test_an_encoded_log_is_what_the_template_renders(name: str, history: str) ->
         ([QUESTION, MESSAGES[2], *MESSAGES[3:]], "the call b of add is invalid: the arguments are not a JSON object"),
         ([*OPENAI[:2], QUESTION, ANSWER], "the calls a must have results"),
         ([QUESTION, {"role": "assistant", "content": put_call("x")}], "would not be parsed as the same message"),
+        ([QUESTION, {**ANSWER, "trainable": False}], "must have a message that the policy sampled"),
     ],
 )
 def test_a_conversation_that_cannot_be_encoded_is_rejected(messages: Any, text: str) -> None:

@@ -9,7 +9,7 @@ import dice
 import errors
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, modeling_gguf_pytorch_utils
 
 import agentfly_kit as af
 from agentfly_kit.errors import PolicyError
@@ -46,7 +46,9 @@ def test_a_file_in_half_precision_gives_the_written_model(tmp_path, architecture
 )
 def test_quantized_weights_are_those_of_transformers_and_survive_saving(tmp_path, file):
     gguf_files.write(tmp_path / "tiny.gguf", *file)
+    shown = modeling_gguf_pytorch_utils.tqdm
     policy = af.Policy.load(tmp_path, device="cpu")  # a folder with one file
+    assert modeling_gguf_pytorch_utils.tqdm is shown, "other loads have their progress bars"
     own = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32)
     assert torch.equal(logits(policy.model), logits(own))
     saved = af.Policy.load(policy.save(tmp_path / "saved"), device="cpu")

@@ -231,12 +231,14 @@ async def test_without_control_groups_the_machines_counter_decides(
                 "the machine ran out of memory",
             )
         else:
-            assert (await sandbox.run("os.kill(os.getpid(), 9)")).error == "the interpreter was ended by signal 9"
+            assert (
+                await sandbox.run("os.kill(os.getpid(), 9)")
+            ).error == "the interpreter was terminated by signal 9"
 
 
 # --- isolation="none" ----------------------------------------------------------------------------
 
-ENDED = "the sandbox was ended by its own code"
+ENDED = "the code terminated the sandbox"
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -268,7 +270,7 @@ async def test_every_kind_of_sandbox_reports_its_lost_files():
         for sandbox in (shell, sql, files):
             os.kill(sandbox.pid, signal.SIGKILL)
         await until(lambda: not (shell.alive or sql.alive or files.alive))
-        assert (await shell.run("echo $A")).text.endswith("the shell's variables and all files are lost]")
+        assert (await shell.run("echo $A")).text.endswith("shell variables and all files are lost]")
         assert "restored to its initial state" in (await sql.run("SELECT * FROM t")).text
         assert (await sql.run("SELECT * FROM t")).rows == ()
         await errors.check(lambda: files.read("b"), Exception, "restarted with its initial files")

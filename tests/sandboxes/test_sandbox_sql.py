@@ -93,7 +93,7 @@ async def test_a_timeout_interrupts_the_query_and_keeps_the_database(level: str,
         for statement in (ENDLESS, insert):
             result = await sandbox.run(statement, timeout=0.1)
             assert (result.timed_out, result.limit, result.died) == (True, "time", False)
-            assert result.text == "stopped: it ran for more than 0.1 s"
+            assert result.text == "stopped: time limit of 0.1 s exceeded"
             assert (await sandbox.run("SELECT count(*) FROM people")).rows == ((2,),)
 
 

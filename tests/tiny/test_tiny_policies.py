@@ -191,7 +191,7 @@ def test_a_short_build_is_reproducible_and_rounded_as_it_ships(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "low", "high", "count"),
     [
-        ("calculator", 0.20, 0.35, 512),
+        ("calculator", 0.20, 0.35, 256),
         *(
             pytest.param(*each, marks=pytest.mark.long)
             for each in [

@@ -29,7 +29,7 @@ async def test_it_is_small_and_starts_at_half_of_the_questions_of_each_kind() ->
     assert "python -m recipes policy" in (FOLDER / "ORIGIN.md").read_text(encoding="utf-8")
     policy = af.tiny.policy("shapes")
     assert not policy.image_obstacle
-    found = await success(policy, 512)
+    found = await success(policy, 256)
     assert all(0.35 < found[kind] < 0.65 for kind in shapes.KINDS), found
 
 

@@ -55,7 +55,7 @@ async def test_parameters_of_compound_types() -> None:
     described = "\n\n    Args:\n" + "".join(f"        {name}: {name}.\n" for name in "abcd")
     made = made_from(one("return [a, b, c, d]", arguments).replace("Do it.", "Do it." + described))
     assert (await made.try_(a=[1, None], c="x", d={"k": [2]})).observation == '[[1,null],null,"x",{"k":[2]}]'
-    for wrong in ({"a": ["x"]}, {"b": "x"}, {"c": []}, {"d": []}):
+    for wrong in ({"a": ["x"]}, {"b": "x"}, {"c": []}, {"d": []}, {"d": {"k": ["x"]}}):
         assert "was not run" in (await made.try_(**{"a": [1]} | wrong)).observation
 
 

@@ -27,6 +27,7 @@ from pydantic import Field
 from waiting import GUARD
 
 import agentfly_kit as af
+from agentfly_kit._async import limits
 
 TASK = af.Task(
     "t", ({"role": "user", "content": "2+3"},), {"answer": "5", "facts": {"Ann": "Oslo"}, "expression": "trap"}
@@ -407,12 +408,12 @@ async def test_results_are_returned_unchanged_and_long_ones_are_cut() -> None:
         return af.ToolResult(False, text, reward=0.5, done=True, metrics={"m": 1.0}) if done else text
 
     whole = af.ToolResult(False, "01234", reward=0.5, done=True, metrics={"m": 1.0})
-    cut = "01234\n[cut: the first 5 of 6 characters]"
+    cut = "01234\n[truncated: the first 5 of 6 characters]"
     assert await give.try_(n=5) == af.ToolResult(True, "01234")
     assert await give.try_(n=5, done=True) == whole
     assert await give.try_(n=6) == af.ToolResult(True, cut, truncated=True)
     assert await give.try_(n=6, done=True) == dataclasses.replace(whole, observation=cut, truncated=True)
-    assert (await give.try_(n=0)).observation == "no su\n[cut: the first 5 of 22 characters]"
+    assert (await give.try_(n=0)).observation == "no su\n[truncated: the first 5 of 22 characters]"
     assert await af.tool(max_chars=None)(give.function).try_(n=0) == af.ToolResult(False, "no such city: Atlantis")
 
 
@@ -421,7 +422,7 @@ async def test_arguments_are_coerced_and_invalid_ones_are_observations() -> None
     assert await add.try_(a="two", c=1) == af.ToolResult(
         False,
         "add was not run: a: input should be a valid integer, unable to parse string as an integer (got 'two'); "
-        "c is not an argument. It takes (a: integer, b: integer = 1)",
+        "c is not a parameter. It takes (a: integer, b: integer = 1)",
     )
     assert "a is missing" in (await add.try_()).observation
     flood = await add.try_(a=1, **{f"x{i}": 1 for i in range(2000)})
@@ -556,6 +557,19 @@ async def test_a_blocked_event_loop_is_charged_only_to_the_call_that_blocks_it()
     assert blocking.observation == "blocks took longer than 0.3 s and blocked the event loop."
 
 
+async def test_a_call_whose_thread_waits_for_a_cpu_does_not_block_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    @af.tool(timeout=0.1)
+    async def preempted() -> str:
+        """Compute."""
+        time.sleep(0.4)  # noqa: ASYNC251
+        return "done"
+
+    monkeypatch.setattr(limits, "_waiting_seconds", time.perf_counter)
+    assert (await preempted.try_()).observation == "done"
+
+
 ENDING = """
 import asyncio, os, sys, threading, time
 import torch
@@ -624,7 +638,7 @@ async def test_task_fields_and_context_are_hidden_and_injected() -> None:
         assert (await lookup.invoke({"person": "Ann"}, here)).observation == f"Oslo {asked} chain"
     assert (await lookup.try_(person="Ann", task=TASK)).ok
     refused = await lookup.invoke({"person": "Ann", "facts": {"Ann": "Rome"}}, context())
-    assert "facts is not an argument" in refused.observation
+    assert "facts is not a parameter" in refused.observation
     # A field of the task does not replace an argument of the same name.
     assert TASK.fields["expression"] == "trap"
     assert (await calculator.invoke({"expression": "2+3"}, context())).observation == "5"

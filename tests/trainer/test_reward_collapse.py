@@ -52,7 +52,8 @@ def test_a_step_without_an_update_can_be_low_and_is_never_the_best() -> None:
 async def train(lr: float, run: Path, steps: int) -> Any:
     policy = agents.shipped().copy()
     config = af.TrainConfig(steps=4, lr=lr, lr_end=None, max_kl=None)
-    handle = af.train(agents.agent(policy), policy, af.load_tasks("calculator").train, config, run=run)
+    agent = agents.agent(policy, sampling=af.Sampling(max_tokens=32), max_turns=2)
+    handle = af.train(agent, policy, af.load_tasks("calculator").train, config, run=run)
     async for step in handle:
         if step.step == steps:
             break

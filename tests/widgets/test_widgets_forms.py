@@ -106,7 +106,7 @@ async def test_whose_fault_it_was() -> None:
     assert (form._result["error"], form._result["observation"]) == ("ZeroDivisionError: ours", "weather failed.")
     assert "raise ZeroDivisionError" in form._result["traceback"]
     await form.call(days=2, place=1)
-    assert "places is missing; place is not an argument" in form._result["observation"]
+    assert "places is missing; place is not a parameter" in form._result["observation"]
     for text, said in (("{", "not valid JSON"), ("[1]", "JSON object"), ("{'a': 1}", "not valid JSON")):
         await press(form, "call", text)
         assert said in form._notice

@@ -206,10 +206,10 @@ def is_cut(text: str, start: int) -> bool:
 def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, dict[str, Any], str]:
     """Validate the JSON value of a call. Return (name, arguments, problem), where an invalid name is replaced by ""."""
     if not isinstance(body, dict):
-        return "", {}, f"is {json_type(body)}, not an object"
+        return "", {}, f"must be an object, got {json_type(body)}"
     name = body.get("name")
     if not isinstance(name, str) or not name:
-        return "", {}, 'has no "name"' if name is None else '"name" is not a text'
+        return "", {}, 'has no "name"' if name is None else 'must have a non-empty string as "name"'
     if wrong := encoding_problem(body):
         return "" if encoding_problem(name) else name, {}, wrong
     key = next((key for key in keys if key in body), None)
@@ -219,7 +219,7 @@ def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, di
         return name, {}, f'has no "{keys[0]}" (it has {", ".join(map(short_repr, others[:3]))})' if others else ""
     arguments = body[key]
     if not isinstance(arguments, dict):
-        return name, {}, f'"{key}" is {json_type(arguments)}, not an object'
+        return name, {}, f'must have an object as "{key}", got {json_type(arguments)}'
     return name, arguments, ""
 
 
@@ -228,15 +228,15 @@ def encoding_problem(value: Any) -> str:
     try:
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
-        return "holds half of a surrogate pair (\\ud800 to \\udfff alone)"
+        return "contains an unpaired surrogate (\\ud800 to \\udfff)"
     except ValueError:  # for example 1e999, which was parsed as infinity
-        return "holds a number too large for a float"
+        return "contains a number that is too large"
     return ""
 
 
 def json_type(value: Any) -> str:
     """Return the name of a JSON value's type for messages to the model."""
-    kinds = {dict: "an object", list: "a list", str: "a text", bool: "true or false", type(None): "null"}
+    kinds = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
     return kinds.get(type(value), "a number")
 
 

@@ -75,7 +75,7 @@ class QwenXML(TaggedFormat):
         rest = text[at:close].strip()
         if not problem and rest != self.function_end:
             problem = (
-                f"has text where a tag should be: {short_repr(rest)}" if rest else "does not close <function=...>"
+                f"has text where a tag is expected: {short_repr(rest)}" if rest else "does not close <function=...>"
             )
         problem = problem or encoding_problem([name, arguments])
         raw = text[opened.end() : close].strip()
@@ -89,7 +89,7 @@ class QwenXML(TaggedFormat):
         name, at = function.group(1).strip(), function.end()
         properties = find_schema(tools, name)
         arguments: dict[str, Any] = {}
-        problem = "" if name else "has no function name"
+        problem = "" if name else "has an empty function name"
         while (opened := self.parameter.match(text, at)) is not None:
             key = opened.group(1)
             closed = opened.end() <= _last_match(self.value_end, text)
@@ -101,7 +101,7 @@ class QwenXML(TaggedFormat):
             if pad := self.padding:
                 raw = raw[raw.startswith(pad) : len(raw) - (raw.endswith(pad) and len(raw) > 1)]
             if key in arguments:
-                problem = problem or f"gives {short_repr(key)} twice"
+                problem = problem or f"sets {short_repr(key)} twice"
             arguments[key] = _typed_value(raw, properties.get(key))
             at = end.end()
         return name, arguments, problem, at
@@ -235,7 +235,7 @@ class LFM2(TaggedFormat):
         raw = text[opened.end() : close].strip()
         body = _LFM2_LITERAL.sub(_json_literal, raw)
         calls: list[ToolCall] = []
-        at, problem = 1, "" if body.startswith("[") else "is no list"
+        at, problem = 1, "" if body.startswith("[") else "is not a list"
         while not problem and not (body.startswith("]", at) and at == len(body) - 1 and calls):
             begin = at
             name, arguments, problem, at = _read_python_call(body, at)

@@ -139,7 +139,7 @@ class Llama3(Format):
             raw = text.lstrip()[len(_LLAMA_TAG) :].strip()
             if not raw or (raw.startswith("{") and is_cut(raw, 0)):
                 return Parsed("", (), thinking, unclosed)
-            call = make_call("call-0", "", {}, "is no JSON object with a name", _LLAMA_SHAPE, raw)
+            call = make_call("call-0", "", {}, "is not a JSON object with a name", _LLAMA_SHAPE, raw)
             return Parsed("", (call,), thinking)
         return Parsed(text[at:].strip(), tuple(calls), thinking)
 
@@ -177,7 +177,7 @@ class Mistral(TaggedFormat):
         elif isinstance(body, dict):
             body = [body]
         elif not isinstance(body, list):
-            problem = f"is {json_type(body)}, not a list of calls"
+            problem = f"must be a list of calls, got {json_type(body)}"
         elif not body:
             problem = "is an empty list"
         if problem:
@@ -234,7 +234,9 @@ class DeepSeek(TaggedFormat):
     def read_calls(self, text: str, opened: re.Match[str], made: Sequence[ToolCall], tools: Schemas) -> ReadCalls:
         named = (_DEEPSEEK_FENCED_NAME if self.fenced else _DEEPSEEK_NAME).match(text, opened.end())
         start = named.end() if named else opened.end()
-        body, end, problem = read_json(text, start) if named else (None, start, "has no name and separator")
+        body, end, problem = (
+            read_json(text, start) if named else (None, start, "does not begin with a name and a separator")
+        )
         # Search after the JSON value, so that a closing tag inside a string argument is ignored.
         close = text.find(_DEEPSEEK_CLOSE, end)
         if close < 0:

@@ -114,7 +114,7 @@ def _react_call(text: str, action: re.Match[str], id: str, tools: Schemas) -> tu
             return None, len(text)
         problem = "has no Action Input line"
     elif not name:
-        problem, end = "has no name after Action:", len(text)
+        problem, end = "has no tool name after Action:", len(text)
     elif text.startswith("{", at):
         value, after, problem = read_json(text, at)
         if problem:
@@ -124,11 +124,11 @@ def _react_call(text: str, action: re.Match[str], id: str, tools: Schemas) -> tu
         else:
             arguments, end = value, after
     elif not (bare := text[at:end].strip()):
-        problem = "has an empty input"
+        problem = "has an empty Action Input"
     else:
         # The input of a tool with a single parameter may be plain text.
         parameters = list(find_schema(tools, name))
-        problem = "" if len(parameters) == 1 else f"input {short_repr(bare)} is no JSON object"
+        problem = "" if len(parameters) == 1 else f"has an input that is not a JSON object: {short_repr(bare)}"
         arguments = {parameters[0]: bare} if not problem else {}
     problem = problem or encoding_problem([name, arguments])
     if problem:
@@ -146,7 +146,7 @@ class FencedCode(TaggedFormat):
     languages: tuple[str, ...] = ("python", "py")
 
     name = "code"
-    unclosed_error = "the block of code was not closed: end it with ```"
+    unclosed_error = "the code block was not closed: end it with ```"
 
     def __post_init__(self) -> None:
         languages = "|".join(map(re.escape, self.languages))

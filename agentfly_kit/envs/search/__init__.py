@@ -173,7 +173,7 @@ class Search:
             query: the search terms.
         """
         if not query.strip():
-            raise ToolError("give a query")
+            raise ToolError("the query must not be empty")
         self.queries.append(query)
         found = [self.corpus.documents[i] for i in self.index.find(query, self._topk)]
         self.seen += [document.title for document in found]

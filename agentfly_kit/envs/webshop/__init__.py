@@ -149,7 +149,7 @@ class Shop:
     def searched(self, keywords: str) -> str:
         """Search the catalogue. Return the results page as an observation for the tool `search`."""
         if not keywords.strip():
-            raise ToolError("give keywords to search for")
+            raise ToolError("the keywords must not be empty")
         self._search(keywords)
         return self._text
 

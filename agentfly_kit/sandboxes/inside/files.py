@@ -52,7 +52,7 @@ def open_parent(inside: str, make: bool = False) -> int:
                     pass
             there = os.open(name, OPEN_FOLDER, dir_fd=here)
         except FileNotFoundError:
-            raise Refused(f"there is no {inside!r}") from None
+            raise Refused(f"{inside!r} does not exist") from None
         except OSError as error:
             raise Refused(f"{inside!r}: {name!r} is not a folder ({error.strerror})") from None
         finally:
@@ -70,7 +70,7 @@ def read_bytes(path: str) -> tuple[str, bytes]:
             inside.rpartition("/")[2], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=above
         )
     except FileNotFoundError:
-        raise Refused(f"there is no {path!r}{suggestion(inside)}") from None
+        raise Refused(f"{path!r} does not exist{suggestion(inside)}") from None
     except OSError as error:
         raise Refused(f"{path!r} cannot be read: {error.strerror}") from None
     finally:
@@ -80,7 +80,7 @@ def read_bytes(path: str) -> tuple[str, bytes]:
         if stat.S_ISDIR(mode):
             raise Refused(f"{path!r} is a folder; list it instead")
         if not stat.S_ISREG(mode):
-            raise Refused(f"{path!r} is not a file but a device, a pipe or a socket")
+            raise Refused(f"{path!r} is a device, a pipe or a socket, not a file")
         with open(file, "rb", closefd=False) as opened:
             return inside, opened.read()
     finally:
@@ -91,7 +91,7 @@ def suggestion(inside: str) -> str:
     names = [name for name in list_folder(".", 8)["names"] if not name.endswith("/")]
     close = [name for name in names if name.rpartition("/")[2] == inside.rpartition("/")[2]]
     close = close or difflib.get_close_matches(inside, names, 3)
-    return f"; there is {', '.join(close[:3])}" if close else ""
+    return f"; did you mean {' or '.join(close[:3])}?" if close else ""
 
 
 def read_text(path: str) -> tuple[str, str]:
@@ -199,9 +199,9 @@ def edit(path: str, old: str, new: str) -> str:
         at = ", ".join(map(str, numbers[:10])) + (", ..." if len(numbers) > 10 else "")
         raise Refused(
             f"the text to replace is in {inside} {len(places)} times (lines {at}); "
-            "give more of the lines around it, so that it occurs once"
+            "include more of the surrounding lines, so that it occurs once"
             if len(places) > 1
-            else f"the text to replace overlaps itself in {inside}; give more of the lines around it"
+            else f"the text to replace overlaps itself in {inside}; include more of the surrounding lines"
         )
     after = text[: places[0]] + new + text[places[0] + len(old) :]
     change_file(inside, text.encode(), after.encode("utf-8", "surrogateescape"))
@@ -220,7 +220,7 @@ def closest_match(old: str, text: str) -> str:
     for at in range(len(bare) - len(wanted) + 1):
         if bare[at : at + len(wanted)] == wanted:
             there = "\n".join(lines[at : at + min(len(wanted), 20)])
-            return f". With other whitespace it is at line {at + 1}:\n{there}"
+            return f". A text that differs only in whitespace is at line {at + 1}:\n{there}"
     key = max(wanted, key=len, default="")
     close = [line for line in bare if key and key in line] or (
         difflib.get_close_matches(key, bare[:20000], 1, 0.6) if len(key) > 3 else []
@@ -296,7 +296,7 @@ def undo(path: str | None) -> str:
         if inside in (None, name):
             replace_file(name, before)
             del UNDO[at]
-            return f"{name}: {'deleted again' if before is None else 'as it was before the last change'}"
+            return f"{name}: {'deleted' if before is None else 'restored to its state before the last change'}"
     raise Refused("there is nothing to undo" if path is None else f"there is no change to {path!r} to undo")
 
 

@@ -159,7 +159,7 @@ class Interpreter:
     def interrupt(self, number: int, frame: object) -> None:
         if self.running:  # only once: building the reply must not be interrupted
             self.running = False
-            raise KeyboardInterrupt("stopped from outside")
+            raise KeyboardInterrupt("interrupted by the sandbox")
 
     def on_cpu_limit(self, number: int, frame: object) -> None:
         if self.running:

@@ -45,7 +45,7 @@ class Shell:
     def __init__(self) -> None:
         program = shutil.which("bash")
         if program is None:
-            raise Refused("there is no bash in this sandbox; install bash")
+            raise Refused("bash is not installed in this sandbox")
         commands, write_commands = os.pipe()
         self.commands = os.fdopen(write_commands, "wb", buffering=0)
         self.statuses, statuses = os.pipe()
