@@ -51,7 +51,9 @@ RECURRENT = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_value_heads": 4,
     "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
 }  # fmt: skip
-MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 8, "mamba_n_groups": 2}
+MAMBA = {
+    "mamba_n_heads": 8, "mamba_d_head": 12, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_chunk_size": 16,
+}  # fmt: skip
 EXPERTS = {
     "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
@@ -82,12 +84,13 @@ FAMILIES: dict[str, dict[str, Any]] = WINDOWED | {
     "qwen3_5_text": RECURRENT, "qwen3_next": RECURRENT | EXPERTS, "olmo_hybrid": RECURRENT,
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"]},
     "lfm2_moe": EXPERTS | {"layer_types": ["conv", "full_attention", "conv"], "num_dense_layers": 1},
-    "mamba2": {"num_heads": 8, "head_dim": 12, "n_groups": 2, "state_size": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 12, "n_groups": 2, "state_size": 8, "chunk_size": 16},
     "bamba": MAMBA | {"attn_layer_indices": [1]},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 96, "lm_head_multiplier": 0.5},
     "zamba2": {
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "mamba_headdim": 12, "n_mamba_heads": 8,
         "mamba_d_state": 8, "mamba_ngroups": 1, "num_key_value_heads": 4, "attention_head_dim": 24,
+        "chunk_size": 16,
     },
     "granitemoehybrid": MAMBA | {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"], "num_local_experts": 0,

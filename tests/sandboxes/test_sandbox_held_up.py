@@ -92,7 +92,7 @@ async def test_a_right_answer_is_not_a_timeout_because_the_processes_were_stoppe
     try:
         await signal_all(box, signal.SIGSTOP)
         using, began = asyncio.ensure_future(use(box)), time.monotonic()
-        await until(lambda: time.monotonic() > began + (1.5 * GRADE if use is graded else 1.5))
+        await until(lambda: time.monotonic() > began + (1.5 * GRADE if use is graded else 1.0))
         assert not using.done()
         await signal_all(box, signal.SIGCONT)
         assert right in (lambda result: str(getattr(result, "text", result)))(await using)
@@ -135,6 +135,7 @@ RENAMED = "import ctypes, time\nctypes.CDLL(None).prctl(15, b'\\xff\\xfe')\ntime
 async def test_code_cannot_avoid_its_time_limit(level: str, code: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Otherwise, a policy could leave a bad reward by stopping itself until its chain is unscored."""
     monkeypatch.setattr(calls, "_HELD_UP_SECONDS", 0.2)
+    monkeypatch.setattr(calls, "_HELD_UP_FACTOR", 4)
     async with af.Pool(af.PythonSandbox, size=1, isolation=level) as pool, pool.lease() as box:
         result = await box.run(code, timeout=0.3)
         assert (result.limit, result.timed_out) == ("time", True)
