@@ -242,8 +242,6 @@ async def test_an_engine_that_reads_no_images_refuses_them_before_sampling() -> 
     await errors.check(
         lambda: reader("x").rollout(many), af.errors.SettingsError, "at most 3 images for Reader(), got 4"
     )
-    harness = reader("x").replace(tools=[], harness=lambda endpoint: "x")
-    await errors.check(lambda: harness.rollout(pictured), af.errors.SettingsError, "a harness receives text only")
     for call in (
         lambda: af.trl.dataset([pictured]),
         lambda: af.from_tokens([1, 2], [0, 1], [0, -1.0], task=pictured),
