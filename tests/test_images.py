@@ -300,8 +300,11 @@ async def test_a_server_gets_data_urls(server: Server) -> None:
     assert [p["type"] for p in server.got[2][1]["messages"][1]["content"]] == ["text", "image_url", "text"]
     refused = af.OpenAIEngine(server.url, "tiny", images=0)
     await errors.check(
-        lambda: agent.replace(engine=refused).rollout(task(picture())), af.errors.SettingsError, "reads no images"
+        lambda: agent.replace(engine=refused).rollout(task(picture())),
+        af.errors.SettingsError,
+        "created with images=0",
     )
+    assert "accepts no images" in af.Fleet([af.OpenAIEngine(server.url, "tiny", tokens="exact")]).image_obstacle
     await engine.close()
 
 

@@ -213,10 +213,11 @@ class AgentSettings(Displayable):
         if (first := next(with_images, None)) is None or self.engine.images:
             return
         origin = messages[first].get("name") or messages[first]["role"]  # the tool, if it is the result of a call
+        reason = f" ({self.engine.image_obstacle})" if self.engine.image_obstacle else ""
         raise SettingsError(
-            f"task {task.id!r}: message {first} (from {origin!r}) has an image, but {self.engine!r} reads no "
-            "images; use an engine that reads images, such as OpenAIEngine with a vision model, or describe the image "
-            "in words"
+            f"task {task.id!r}: message {first} (from {origin!r}) has an image, but {self.engine!r} reads no images"
+            f"{reason}; use an engine that reads images, such as OpenAIEngine with a vision model, or describe the "
+            "image in words"
         )
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:

@@ -78,7 +78,7 @@ class VLLMEngine(Engine):
             model = Policy.load(model)
         self._chat: Chat | None = model.chat if isinstance(model, Policy) else None
         if isinstance(model, Policy):
-            self._image_obstacle = model.image_obstacle
+            self.image_obstacle = model.image_obstacle
             folder = tempfile.mkdtemp(prefix="agentfly-model-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             whole = model.merged() if model.has_adapter else model
@@ -148,10 +148,10 @@ class VLLMEngine(Engine):
     @property
     def images(self) -> int:  # type: ignore[override]
         """Maximum number of images per request; 0 if the model reads none."""
-        return 0 if self._image_obstacle else _MAX_IMAGES
+        return 0 if self.image_obstacle else _MAX_IMAGES
 
     @functools.cached_property
-    def _image_obstacle(self) -> str:
+    def image_obstacle(self) -> str:  # type: ignore[override]
         if not hasattr(self._config, "vision_config"):
             return "the model has no vision tower"
         return "" if self.chat.reader is not None else "the model has no image processor"
@@ -159,7 +159,7 @@ class VLLMEngine(Engine):
     @functools.cached_property
     def _logit_bias(self) -> dict[int, float] | None:
         """Bias that excludes the placeholders of images from sampling, as a policy does."""
-        if self._image_obstacle or self.chat.reader is None:
+        if self.image_obstacle or self.chat.reader is None:
             return None
         token = self.chat.reader.token_id
         return dict.fromkeys((token, getattr(self._config, "image_token_id", token)), -math.inf)
@@ -313,7 +313,7 @@ class VLLMEngine(Engine):
             from agentfly_kit.engines.vllm.images import make_prompt
 
             reader = self.chat.reader
-            if obstacle := self._image_obstacle or await host.image_obstacle(reader):
+            if obstacle := self.image_obstacle or await host.image_obstacle(reader):
                 raise EngineError(f"the ids must contain text only, because {self!r} reads no images: {obstacle}")
             prompt = make_prompt(ids, images, reader)
         found = await host.generate(f"{next(self._request_numbers)}", prompt, options)
