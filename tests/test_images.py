@@ -242,8 +242,6 @@ async def test_an_engine_that_reads_no_images_refuses_them_before_sampling() -> 
     await errors.check(
         lambda: reader("x").rollout(many), af.errors.SettingsError, "at most 3 images for Reader(), got 4"
     )
-    harness = reader("x").replace(tools=[], harness=lambda endpoint: "x")
-    await errors.check(lambda: harness.rollout(pictured), af.errors.SettingsError, "a harness receives text only")
     for call in (
         lambda: af.trl.dataset([pictured]),
         lambda: af.from_tokens([1, 2], [0, 1], [0, -1.0], task=pictured),
@@ -302,8 +300,11 @@ async def test_a_server_gets_data_urls(server: Server) -> None:
     assert [p["type"] for p in server.got[2][1]["messages"][1]["content"]] == ["text", "image_url", "text"]
     refused = af.OpenAIEngine(server.url, "tiny", images=0)
     await errors.check(
-        lambda: agent.replace(engine=refused).rollout(task(picture())), af.errors.SettingsError, "reads no images"
+        lambda: agent.replace(engine=refused).rollout(task(picture())),
+        af.errors.SettingsError,
+        "created with images=0",
     )
+    assert "accepts no images" in af.Fleet([af.OpenAIEngine(server.url, "tiny", tokens="exact")]).image_obstacle
     await engine.close()
 
 

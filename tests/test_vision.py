@@ -176,7 +176,10 @@ async def test_later_turns_continue_from_the_cache(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-async def test_swapped_images_share_nothing_and_change_all_later_logprobs(family: str) -> None:
+async def test_swapped_images_share_nothing_and_change_all_later_logprobs(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompts, "_CACHE_BYTES", 0)
     policy, engine = vision_models.shared(family), af.LocalEngine(vision_models.shared(family))
     rows = [policy.chat.prompt(t.messages) for t in TASKS[:2]]
     assert rows[0] == rows[1] and rows[0].images != rows[1].images  # type: ignore[attr-defined]
@@ -192,6 +195,7 @@ async def test_swapped_images_share_nothing_and_change_all_later_logprobs(family
         with torch.no_grad():
             states = policy.hidden(torch.tensor([ids]), images=[request.images])[0]
         scores.append(policy.logits(states).log_softmax(-1)[torch.arange(len(ids) - 1), ids[1:]])
+    assert not any(engine._batch._features.values()), "features are kept up to a size in bytes"
     assert engine.prefilled == 2 * len(ids) - first + 2, "only the text before the first image is shared"
     differ, (_, second) = scores[0] != scores[1], rows[0].images  # type: ignore[attr-defined]
     assert not differ[: first - 1].any() and differ[second.start + second.length :].all()
@@ -293,7 +297,7 @@ async def test_models_that_the_trial_refuses(monkeypatch: pytest.MonkeyPatch) ->
     batch = batch_of(await agent(policy).rollout(TASKS, 4))
     errors.check(lambda: text.score(batch), af.errors.PolicyError, "reads no images: its chat has no image processor")
     monkeypatch.setattr(prompts.PromptImages, "options", lambda self, *given: {})
-    assert "other hidden states with a KV cache" in af.LocalEngine(policy.copy())._image_obstacle
+    assert "other hidden states with a KV cache" in af.LocalEngine(policy.copy()).image_obstacle
     gemma = vision_models.policy("gemma3")  # its placeholders attend to each other in both directions
     monkeypatch.setattr(type(policy.model), "get_image_features", lambda self: 1 / 0)
     rows = ((gemma, "other logits than the model's own"), (policy.copy(), "raised ZeroDivisionError"))

@@ -94,12 +94,12 @@ def _turn_html(
     if summary is None or not row.mask[first:last].any():
         # No token of the turn has a value to show, so the whole turn becomes a single HTML element.
         text, n, inside = "", 0, False
-        for i in range(first, last):
+        for i, after, image in row.cells(first, last):
             if summary is None and inside != row.mask[i]:
                 inside = not inside
                 text += _unstyled("⟦" if inside else "⟧")
-            text += _line(row.token_texts[i])
-            n += 1
+            text += _line(row.token_texts[i]) if image is None else _thumbnail(image, after - i, left - len(text))
+            n += after - i
             if len(text) > min(left, 20_000):
                 text += " …"
                 break
@@ -110,19 +110,30 @@ def _turn_html(
         return html, len(html.encode()), n
     values = row.signals.get(signal)
     out, size, n = [], 0, 0
-    for i in range(first, last):
+    for i, after, image in row.cells(first, last):
         value = float("nan") if values is None else float(values[i])
         shade = _shade(value, summary) if row.mask[i] else "border-bottom:1px dotted #888888"
         hint = f"{summary['label']} {number(value)}" if not np.isnan(value) else f"{summary['label']} missing"
         piece = f'<span style="{shade}" title="{escape(hint)}">{_line(row.token_texts[i])}</span>'
+        if image is not None:
+            piece = _thumbnail(image, after - i, left - size)
         if row.mask[i]:
             piece += _unstyled(_raised(value, summary))
         size += len(piece.encode())
         if size > left:
             break
         out.append(piece)
-        n += 1
+        n += after - i
     return "".join(out), size, n
+
+
+def _thumbnail(image: Any, tokens: int, left: int) -> str:
+    """Return an image as HTML with its size and number of tokens, or only these if it needs more than `left` bytes."""
+    title = f"{image}, {count(tokens, 'token')}"
+    if not image.preview or len(image.preview) > left:
+        return escape(title)
+    style = "max-height:48px;max-width:120px;vertical-align:middle"
+    return tag("img", src=image.preview, alt=title, title=title, style=style)
 
 
 def _line(piece: str) -> str:

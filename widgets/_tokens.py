@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import unicodedata
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -163,6 +163,7 @@ class Row:
         signals: The values of each signal, one per token; NaN where missing.
         alternatives: The recorded alternatives (id, text, logprob) of each token; an empty tuple if no token has any.
         note: A message shown in place of the tokens.
+        images: First placeholder, last + 1, and image of each span of placeholders.
     """
 
     id: str
@@ -179,6 +180,16 @@ class Row:
     signals: dict[str, Floats] = field(default_factory=dict)
     alternatives: tuple[tuple[tuple[int, str, float], ...], ...] = ()
     note: str = ""
+    images: tuple[tuple[int, int, Any], ...] = ()
+
+    def cells(self, first: int, last: int) -> Iterator[tuple[int, int, Any]]:
+        """Yield (first, last + 1, image) for each cell of a range: the placeholders of an image, or one other token."""
+        shown = {start: (stop, image) for start, stop, image in self.images}
+        i = first
+        while i < last:
+            after, image = shown.get(i, (i + 1, None))
+            yield i, after, image
+            i = after
 
     @property
     def spans(self) -> list[tuple[int, int, int]]:
@@ -228,6 +239,7 @@ def _trajectory_rows(t: Any) -> list[Row]:
             stop=t.stop, start=0, ids=_array(r.ids, np.int64), token_texts=tuple(r.token_texts),
             turn=_array(r.turn_index, np.int64), turns=tuple((turn.kind, turn.author) for turn in t.turns),
             mask=_array(r.action_mask, np.bool_),
+            images=tuple((start, start + length, image) for image, start, length in r.images),
         )  # fmt: skip
         row.signals = {"logprob": _array(r.logprobs, np.float32), "entropy": _array(r.entropies, np.float32)}
         if any(getattr(turn, "alternatives", None) for turn in r.turns):
@@ -279,6 +291,7 @@ def _batch_rows(batch: Any, detail: Mapping[str, Any] | None) -> list[Row]:
             id=whole.id, task=whole.task, chain=whole.chain, reward=whole.reward, stop=whole.stop, start=start,
             ids=whole.ids[span], token_texts=whole.token_texts[span], turn=whole.turn[span], turns=whole.turns,
             mask=mask[b, here],
+            images=tuple((a - start, z - start, image) for a, z, image in whole.images if start <= a < z <= span.stop),
         )  # fmt: skip
         row.signals = {name: values[span] for name, values in whole.signals.items()}
         row.alternatives = whole.alternatives[span]

@@ -127,6 +127,15 @@ export default {
         let cursor = -1; // the token under the keyboard cursor
         let anchor = -1; // start of a selection made with Shift or by dragging
         let dragging = false;
+        // The placeholders of an image are one cell. `head` is the first token of the cell of each token.
+        const head = Int32Array.from({ length: about.total }, (_, i) => i);
+        const cells = new Map();
+        about.rows.forEach((row, r) => row.images.forEach(([first, last, picture]) => {
+          head.fill(starts[r] + first, starts[r] + first, starts[r] + last);
+          cells.set(starts[r] + first, { last: starts[r] + last, picture: about.pictures[picture] });
+        }));
+        const after = (i) => cells.get(i)?.last ?? i + 1;
+        const say = (i) => (cells.has(i) ? `${cells.get(i).picture[1]}, ${plural(after(i) - i, "token")}` : about.vocabulary[data.piece[i]][0]);
 
         // --- frame ---
         const select = h("select", { "aria-label": "Signal" }, h("option", { value: "mask" }, "mask and author"),
@@ -225,18 +234,23 @@ export default {
           const fork = about.rows[row].parts;
           const fragment = document.createDocumentFragment();
           for (let i = first; i < last; i++) {
+            if (head[i] !== i) continue;
             const [text, flags] = about.vocabulary[data.piece[i]];
             if (fork !== null && fork > 0 && i === starts[row] + fork) fragment.append(h("span", { class: "afk-fork" }, "⑂ first difference"));
             const token = document.createElement("span");
             token.className = "afk-tok";
             token.i = i;
-            if (plain(text)) token.textContent = text;
+            if (cells.has(i)) {
+              token.append(...pictures([cells.get(i).picture]));
+              setAll(token, { title: say(i) });
+              setAll(token.firstChild, { draggable: "false" }); // dragging selects tokens
+            } else if (plain(text)) token.textContent = text;
             else token.append(...marked(text));
             els[i] = token;
             paint(i);
             if (i > first && breakable(about.vocabulary[data.piece[i - 1]][0], text)) fragment.append(document.createElement("wbr"));
             fragment.append(token);
-            if (flags & 2) fragment.append(document.createElement("br"));
+            if (flags & 2 && !cells.has(i)) fragment.append(document.createElement("br"));
           }
           holder.style.minHeight = "";
           holder.append(fragment);
@@ -261,8 +275,8 @@ export default {
         }
 
         function ensure(i) {
-          make(before(partStarts, i));
-          return els[i];
+          make(before(partStarts, head[i]));
+          return els[head[i]];
         }
 
         // --- selection ---
@@ -278,8 +292,8 @@ export default {
         }
         function choose(from, to, add) {
           const row = before(starts, to);
-          const lo = Math.max(Math.min(from, to), starts[row]);
-          const hi = Math.min(Math.max(from, to), starts[row] + about.rows[row].n - 1);
+          const lo = Math.max(head[Math.min(from, to)], starts[row]);
+          const hi = Math.min(after(head[Math.max(from, to)]) - 1, starts[row] + about.rows[row].n - 1);
           const span = [row, lo - starts[row], hi + 1 - starts[row]];
           context.put("_selected", add ? joined(model.get("_selected"), span) : [span]);
         }
@@ -302,7 +316,7 @@ export default {
           card.classList.add(about.alternatives ? "afk-told2" : "afk-told1"); // reserves the height of the numbers, so that the content below does not move
           const [turn, kind, author] = row.turns.find(([, , , a, b]) => i - starts[r] >= a && i - starts[r] < b);
           card.append(h("div", { class: "afk-cardhead" },
-            h("span", { class: "afk-tok afk-plain afk-big" }, about.vocabulary[data.piece[i]][0]),
+            h("span", { class: "afk-tok afk-plain afk-big" }, say(i)),
             h("span", {}, `id ${data.id[i]} · token ${row.start + i - starts[r]} of `, h("bdi", {}, row.id), ` · turn ${turn}, ${kind} by ${author} · ${data.mask(i) ? "mask 1, trained" : "mask 0, not trained"}`)));
           const list = h("div", { class: "afk-numbers" });
           for (const signal of about.signals) {
@@ -320,6 +334,7 @@ export default {
         }
         function moveTo(i, { extend = false, block = "nearest" } = {}) {
           if (i < 0 || i >= about.total) return;
+          i = head[i];
           const old = cursor;
           cursor = i;
           if (old >= 0 && els[old]) els[old].classList.remove("afk-cur");
@@ -344,7 +359,7 @@ export default {
           if (i < 0 || event.button !== 0) return;
           const add = event.ctrlKey || event.metaKey;
           if (event.shiftKey && anchor >= 0) choose(anchor, i, add);
-          else if (!add && selected.size === 1 && selected.has(i)) none();
+          else if (!add && selected.size === after(i) - i && selected.has(i)) none();
           else choose(i, i, add);
           const from = event.shiftKey && anchor >= 0 ? anchor : i;
           moveTo(i);
@@ -359,7 +374,6 @@ export default {
         context.listen(window, "pointerup", () => { dragging = false; });
 
         // --- keys ---
-        const step = { ArrowRight: 1, ArrowLeft: -1 };
         scroller.addEventListener("keydown", (event) => {
           const { key } = event;
           if (event.ctrlKey || event.metaKey || event.altKey) return;
@@ -367,7 +381,7 @@ export default {
           const at = Math.max(0, cursor);
           const r = before(starts, at);
           const extend = event.shiftKey;
-          if (key in step) moveTo(cursor < 0 ? 0 : Math.min(about.total - 1, Math.max(0, at + step[key])), { extend });
+          if (key === "ArrowRight" || key === "ArrowLeft") moveTo(cursor < 0 ? 0 : Math.min(about.total - 1, key === "ArrowRight" ? after(at) : Math.max(0, at - 1)), { extend });
           else if (key === "ArrowDown" || key === "ArrowUp") moveTo(vertical(at, key === "ArrowDown" ? 1 : -1), { extend });
           else if (key === "Home") moveTo(starts[r], { extend });
           else if (key === "End") moveTo(starts[r] + about.rows[r].n - 1, { extend });
@@ -468,12 +482,12 @@ export default {
             jump.disabled = !about.authors.some(([kind]) => kind === "action" || kind === "forced");
           } else {
             const x = signals[name];
-            const say = (v) => `${number(v)}${x.unit ? ` ${x.unit}` : ""}`;
+            const tell = (v) => `${number(v)}${x.unit ? ` ${x.unit}` : ""}`;
             if (x.scale === "flag") legend.append(swatch("flag", 1, `yes: ${plural(x.set ?? 0, "token")}`), swatch("none", 0, `no: ${plural(x.n - (x.set ?? 0), "token")}`));
             else if (x.min === undefined) legend.append(h("span", {}, `no token has a finite ${x.label}`));
-            else if (x.scale === "around") legend.append(swatch("low", 1, say(x.lo)), swatch("none", 0, say(x.middle)), swatch("high", 1, say(x.hi)));
-            else if (x.scale === "down") legend.append(swatch("down", 0, say(x.hi)), swatch("down", 0.5, say((x.lo + x.hi) / 2)), swatch("down", 1, say(x.lo)));
-            else legend.append(swatch("up", 0, say(x.lo)), swatch("up", 0.5, say((x.lo + x.hi) / 2)), swatch("up", 1, say(x.hi)));
+            else if (x.scale === "around") legend.append(swatch("low", 1, tell(x.lo)), swatch("none", 0, tell(x.middle)), swatch("high", 1, tell(x.hi)));
+            else if (x.scale === "down") legend.append(swatch("down", 0, tell(x.hi)), swatch("down", 0.5, tell((x.lo + x.hi) / 2)), swatch("down", 1, tell(x.lo)));
+            else legend.append(swatch("up", 0, tell(x.lo)), swatch("up", 0.5, tell((x.lo + x.hi) / 2)), swatch("up", 1, tell(x.hi)));
             legend.append(swatch("missing", 0, `missing: ${plural(x.missing, "token")}`), swatch("off", 0, "not sampled"));
             if (x.min !== undefined && x.scale !== "flag") {
               legend.append(h("span", { class: "afk-soft" }, `${plural(x.n, "number")}: ${number(x.min)} to ${number(x.max)}, mean ${number(x.mean)}${x.outside ? `; ${x.outside} beyond the scale` : ""}${x.infinite ? `; ${x.infinite} infinite` : ""}`));
@@ -488,7 +502,7 @@ export default {
         }
         function recolour() {
           drawLegend();
-          for (const index of built) for (let i = parts[index].first; i < parts[index].last; i++) paint(i);
+          for (const index of built) for (let i = parts[index].first; i < parts[index].last; i++) if (head[i] === i) paint(i);
           const at = carded;
           carded = -2;
           show(at);

@@ -31,7 +31,8 @@ from ._tokens import (
 class TokenView(View):
     """View of tokens coloured by a signal.
 
-    Click, shift-click or drag to select tokens, or move with the arrow keys. `view.selection` is the selection.
+    Click, shift-click or drag to select tokens, or move with the arrow keys. `view.selection` is the selection. The
+    placeholders of an image are shown as one cell with a small version of it.
 
     Args:
         source: A Trajectory, a sequence of trajectories, a Group, Rollout or Batch, or Stats with detail=True.
@@ -214,6 +215,7 @@ def _trajectories(source: Any) -> list[Any]:
 
 def _payload(rows: list[Row], notes: list[str], parts: dict[int, int]) -> tuple[dict[str, Any], dict[str, Any]]:
     vocabulary: dict[str, int] = {}
+    pictures = list(dict.fromkeys(image for row in rows for _, _, image in row.images))
     pieces = [vocabulary.setdefault(piece, len(vocabulary)) for row in rows for piece in row.token_texts]
     total = sum(len(row.ids) for row in rows)
     mask = np.concatenate([row.mask for row in rows]) if rows else np.zeros(0, bool)
@@ -242,10 +244,12 @@ def _payload(rows: list[Row], notes: list[str], parts: dict[int, int]) -> tuple[
                 "reward": None if row.reward is None else number(float(row.reward)), "stop": row.stop,
                 "n": len(row.ids), "sampled": int(row.mask.sum()), "note": row.note, "parts": parts.get(r),
                 "turns": [[turn, *row.turns[turn], first, last] for turn, first, last in row.spans],
+                "images": [[first, last, pictures.index(image)] for first, last, image in row.images],
             }
             for r, row in enumerate(rows)
         ],
         "vocabulary": [[visible(piece), flags(piece)] for piece in vocabulary],
+        "pictures": [[image.preview, str(image)] for image in pictures],
         "signals": summaries,
         "authors": [[kind, sendable(author), n, on] for (kind, author), (n, on) in authors.items()],
         "notes": [sendable(note) for note in notes],

@@ -11,22 +11,45 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from agentfly_kit._async import threads
+from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.errors import SettingsError
-from agentfly_kit.types import Message, images_of, normalize_messages, text_of
+from agentfly_kit.types import Message, Task, images_of, normalize_messages, text_of
 
 # Role, text, tool calls, and the id of the call that the message answers. Messages with equal keys are equal.
 MessageKey: TypeAlias = tuple[Any, ...]
 
 
+async def read_messages(
+    agent: AgentSettings, task: Task, messages: Any, call_ids: Mapping[str, tuple[str, str]]
+) -> tuple[Message, ...]:
+    """Return `plain_messages`. Images are decoded in a thread.
+
+    Raises:
+        SettingsError: if a message is malformed, or the engine does not read its images.
+    """
+    contents = [m.get("content") for m in messages or () if isinstance(m, Mapping)]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    if not any(isinstance(part, Mapping) and part.get("type") == "image_url" for part in parts):
+        return plain_messages(messages, call_ids)
+    plain = await threads.call(plain_messages, messages, call_ids)
+    agent.check_images(task, plain)
+    if len(images_of(plain)) > agent.engine.images:
+        raise SettingsError(
+            f"messages must have at most {agent.engine.images} images for {agent.engine!r}, got {len(images_of(plain))}"
+        )
+    return plain
+
+
 def plain_messages(messages: Any, call_ids: Mapping[str, tuple[str, str]]) -> tuple[Message, ...]:
     """Normalize the messages of a chat request.
 
-    The role "developer" becomes "system", text parts are joined, arguments of tool calls are parsed, and unknown keys
-    are dropped. Images are refused, because a chain with a harness contains text only. `call_ids` maps each call id
-    sent to the client to the id and name of the call in the chain.
+    The role "developer" becomes "system", text parts are joined, images in data URLs are decoded, arguments of tool
+    calls are parsed, and unknown keys are dropped. `call_ids` maps each call id sent to the client to the id and name
+    of the call in the chain.
 
     Raises:
-        SettingsError: if a message is malformed or not plain text, or if the last message is an assistant message.
+        SettingsError: if a message is malformed, or if the last message is an assistant message.
     """
     out: list[Message] = []
     for i, given in enumerate(messages or ()):
@@ -38,8 +61,11 @@ def plain_messages(messages: Any, call_ids: Mapping[str, tuple[str, str]]) -> tu
         if given.get("function_call"):
             raise SettingsError(f"messages: message {i} must use 'tool_calls' for its calls, got 'function_call'")
         content = given.get("content")
-        if isinstance(content, list) and any(isinstance(p, Mapping) and p.get("type") != "text" for p in content):
-            raise SettingsError(f"messages: message {i} (role {role!r}) must consist of text, got {content!r:.80}")
+        kinds = [p.get("type") for p in content if isinstance(p, Mapping)] if isinstance(content, list) else []
+        if any(kind not in ("text", "image_url") for kind in kinds):
+            raise SettingsError(
+                f"messages: message {i} (role {role!r}) must consist of text and image_url, got {content!r:.80}"
+            )
         if isinstance(content, list) and not content:
             content = ""
         message: Message = {"role": "system" if role == "developer" else role}

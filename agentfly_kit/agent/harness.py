@@ -22,13 +22,13 @@ from agentfly_kit.agent.conversations import (
     Segment,
     find_match,
     message_key,
-    plain_messages,
     plain_tools,
+    read_messages,
     tools_key,
 )
 from agentfly_kit.agent.progress import ChainHooks, ChainKey
 from agentfly_kit.agent.settings import AgentSettings
-from agentfly_kit.agent.turns import encode_long, label, text_fields, token_fields
+from agentfly_kit.agent.turns import encode_long, find_stop, join_ids, label, text_fields, token_fields
 from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.endpoint.reply import ChainEnded, Reply, ReplyCall, ReplyOptions, RequestError, validating
 from agentfly_kit.errors import ChatTemplateError, SettingsError
@@ -37,7 +37,7 @@ from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.context import Context, Fields
 from agentfly_kit.tools.injection import InjectedFunction
 from agentfly_kit.tools.results import to_text
-from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn, text_of
+from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn, images_of, spans_of, text_of
 
 # Maximum time in seconds to wait for a cancelled harness to clean up.
 _CANCEL_SECONDS = 5.0
@@ -203,7 +203,7 @@ class HarnessChain(BaseChain):
             options: prompt, author, limits and constraints.
 
         Raises:
-            SettingsError, RequestError: if the messages or tools are malformed or contain something other than text.
+            SettingsError, RequestError: if the messages or tools are malformed, or the engine does not read the images.
             ChainEnded: if a limit has ended the chain, or the engine failed. Its attribute `stop` is the stop reason.
         """
         task = asyncio.ensure_future(self._serve(messages, tools, options or ReplyOptions()))
@@ -234,7 +234,7 @@ class HarnessChain(BaseChain):
             plain: tuple[Message, ...] = ()
             with validating():
                 if options.prompt is None:
-                    plain = plain_messages(messages, self._call_ids)
+                    plain = await read_messages(self.agent, self.task, messages, self._call_ids)
                 schemas = plain_tools(tools)
                 sampling = sampling.replace(
                     max_tokens=min(sampling.max_tokens, options.max_tokens or sampling.max_tokens),
@@ -256,7 +256,7 @@ class HarnessChain(BaseChain):
         """Return the number of prompt tokens with which `reply` would sample; 0 with a text-only engine."""
         self._check_running()
         with validating():
-            plain, schemas = plain_messages(messages, self._call_ids), plain_tools(tools)
+            plain, schemas = await read_messages(self.agent, self.task, messages, self._call_ids), plain_tools(tools)
         await encode_long(plain, lambda: self._count_tokens(plain, schemas))
         return self._count_tokens(plain, schemas)
 
@@ -283,8 +283,7 @@ class HarnessChain(BaseChain):
             row = self._continue_ids(await threads.call(self._encode_prompt, options.prompt))
         self._schemas, self.author = tools, options.author or self.agent.name
         self._session = f"{self._base_session}/{row.index}"
-        digest = hashlib.blake2b(json.dumps([self.ids, messages if not self.ids else 0]).encode(), digest_size=16)
-        self._action_key = digest.hexdigest()
+        self._action_key = self._prompt_key(messages)
         before = self.turn
         turn = await self._sample(sampling)
         if turn is not before and turn.kind == "action":
@@ -396,8 +395,8 @@ class HarnessChain(BaseChain):
         history = tuple(message for turn in path for message in turn.messages)[: match.messages]
         fields: dict[str, Any]
         if agent.exact:
-            prefix = self._row_ids(row)[: match.end]
-            fields = token_fields(agent, (*prefix, *agent.chat.observation_ids(new, tools, after=prefix)))
+            ids = agent.chat.observation_ids(new, tools, after=self._row_ids(row)[: match.end])
+            fields = token_fields(agent, join_ids(path, match.end, ids))
         else:
             fields = text_fields(agent, (*history, *new))
         segments = [*row.segments[: match.segments], Segment(tuple(map(message_key, new)), 0, False)]
@@ -429,7 +428,8 @@ class HarnessChain(BaseChain):
         for message in messages:
             call = pending.get(message.get("tool_call_id", "")) if message["role"] == "tool" else None
             if call is not None:
-                calls.append(dataclasses.replace(call, result=ToolResult(True, text_of(message))))
+                result = ToolResult(True, text_of(message), images=images_of([message]))
+                calls.append(dataclasses.replace(call, result=result))
         return Turn(
             kind="observation",
             author="tool" if all(message["role"] == "tool" for message in messages) else "harness",
@@ -443,6 +443,12 @@ class HarnessChain(BaseChain):
 
     # --- actions ---
 
+    def _prompt_key(self, messages: Sequence[Message]) -> str:
+        """Return a digest of the prompt of the next action, in which images are represented by their digests."""
+        shown = [span.image.digest for span in spans_of(self.turn.row_path)]
+        text = json.dumps([self.ids, 0 if self.ids else messages, *shown], default=lambda image: image.digest)
+        return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
     def _action_seed(self, attempt: int) -> int:
         """Return a seed that depends on the prompt, but not on the order of concurrent requests."""
         return seeds.derive(self._seed(0), self._action_key, self._asked[self._action_key] + attempt)
@@ -454,7 +460,7 @@ class HarnessChain(BaseChain):
             ids = turn.ids or ()
             ids = ids[:-1] if ids and ids[-1] in self.agent.chat.stop_ids else ids
             text = self.agent.chat.text(ids) if self.agent.exact else turn.text
-            if self._is_plain and (found := _find_stop(turn, sampling.stop)):
+            if self._is_plain and (found := find_stop(turn, sampling.stop)):
                 text = text[: found[0]]
             return dataclasses.replace(turn, messages=({"role": "assistant", "content": text},), tool_calls=())
         return turn
@@ -466,7 +472,7 @@ class HarnessChain(BaseChain):
 
     def _to_reply(self, turn: Turn, stops: Sequence[str]) -> Reply:
         message = turn.messages[0]
-        found = _find_stop(turn, stops)
+        found = find_stop(turn, stops)
         calls = []
         for i, call in enumerate(turn.tool_calls):
             origin = hashlib.blake2b(f"{self.id} {turn.row} {self.actions}".encode(), digest_size=4).hexdigest()
@@ -491,9 +497,3 @@ class HarnessChain(BaseChain):
         if f"harness {key}" not in self.agent._warned:
             self.agent._warned.append(f"harness {key}")
             warn_or_log(text)
-
-
-def _find_stop(turn: Turn, stops: Sequence[str]) -> tuple[int, str] | None:
-    """Return the position and the stop string that ended an action, or None."""
-    found = [(at, stop) for stop in stops if (at := turn.text.find(stop)) >= 0]
-    return min(found) if found and turn.stop == "string" else None

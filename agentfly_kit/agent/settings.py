@@ -210,13 +210,14 @@ class AgentSettings(Displayable):
     def check_images(self, task: Task, messages: Sequence[Message]) -> None:
         """Raise SettingsError if the messages of a chain of `task` contain images, and the engine reads none."""
         with_images = (i for i, message in enumerate(messages) if not isinstance(message["content"], str))
-        if (first := next(with_images, None)) is None or (self.engine.images and self.harness is None):
+        if (first := next(with_images, None)) is None or self.engine.images:
             return
         origin = messages[first].get("name") or messages[first]["role"]  # the tool, if it is the result of a call
-        reader = "a harness receives text only" if self.harness else f"{self.engine!r} reads no images"
+        reason = f" ({self.engine.image_obstacle})" if self.engine.image_obstacle else ""
         raise SettingsError(
-            f"task {task.id!r}: message {first} (from {origin!r}) has an image, but {reader}; use an engine that reads "
-            "images, such as OpenAIEngine with a vision model, or describe the image in words"
+            f"task {task.id!r}: message {first} (from {origin!r}) has an image, but {self.engine!r} reads no images"
+            f"{reason}; use an engine that reads images, such as OpenAIEngine with a vision model, or describe the "
+            "image in words"
         )
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:

@@ -75,6 +75,19 @@ def token_fields(agent: AgentSettings, ids: Sequence[int]) -> dict[str, Any]:
     return {"ids": tuple(ids), "text": text, "token_texts": chat.token_texts(ids), "images": images}
 
 
+def join_ids(turns: Iterable[Turn], end: int, new: Sequence[int]) -> Sequence[int]:
+    """Return the first `end` ids of consecutive turns followed by new ids, with the spans of their images."""
+    turns = tuple(turns)
+    ids = (*[i for turn in turns for i in turn.ids or ()][:end], *new)
+    spans = [span for span in spans_of(turns) if span.start + span.length <= end]
+    spans += [span._replace(start=span.start + end) for span in images_in(new)]
+    if not spans:
+        return ids
+    from agentfly_kit.chat.images import ImageIds
+
+    return ImageIds(ids, spans)
+
+
 def text_fields(agent: AgentSettings, messages: Sequence[Message]) -> dict[str, Any]:
     """Return the fields that `token_fields` returns for a turn whose token ids are unknown or added later."""
     text = "\n".join(map(text_of, messages))
@@ -322,3 +335,9 @@ def with_turn_rewards(turns: Sequence[Turn], rewards: dict[int, float]) -> tuple
         reward = rewards.get(i) if turn.kind == "action" else turn.reward
         out.append(dataclasses.replace(turn, reward=reward, parent=out[-1] if out else None))
     return tuple(out)
+
+
+def find_stop(turn: Turn, stops: Sequence[str]) -> tuple[int, str] | None:
+    """Return the position and the stop string that ended an action, or None."""
+    found = [(at, stop) for stop in stops if (at := turn.text.find(stop)) >= 0]
+    return min(found) if found and turn.stop == "string" else None

@@ -13,6 +13,7 @@ from agentfly_kit.endpoint.request import (
     Sampler,
     function_call,
     function_tool,
+    image_part,
     make_request,
     sse,
     usage,
@@ -81,16 +82,21 @@ def _read_message(role: Any, content: Any, where: str) -> Iterator[dict[str, Any
 
 
 def _text(content: Any, where: str) -> Any:
-    """Return a string, or text blocks without other keys such as `cache_control`."""
+    """Return a string, or text and images in the format of the Chat Completions API."""
     if isinstance(content, str):
         return content
+    parts: list[dict[str, Any]] = []
     for block in content:
-        if block.get("type") != "text":
+        if block.get("type") == "image" and (source := block.get("source") or {}).get("type") == "base64":
+            parts.append(image_part(f"data:{source.get('media_type')};base64,{source.get('data')}"))
+        elif block.get("type") == "text":
+            parts.append({"type": "text", "text": block.get("text")})
+        else:
             raise RequestError(
-                f"{where}: content blocks must be text, thinking, tool_use (of the assistant) or tool_result (of the "
-                f"user), got the type {block.get('type')!r:.40}"
+                f"{where}: content blocks must be text, thinking, an image with a base64 source, tool_use (of the "
+                f"assistant) or tool_result (of the user), got the type {block.get('type')!r:.40}"
             )
-    return [{"type": "text", "text": block.get("text")} for block in content]
+    return parts
 
 
 def response(request: Request, reply: Reply, answer_id: str) -> dict[str, Any]:

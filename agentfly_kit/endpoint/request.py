@@ -135,6 +135,11 @@ def function_call(id: Any, name: Any, arguments: Any) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
+def image_part(url: Any) -> dict[str, Any]:
+    """Return an image in the format of the Chat Completions API."""
+    return {"type": "image_url", "image_url": {"url": url}}
+
+
 def sse(data: Mapping[str, Any], name: str | None = None) -> str:
     """Format one server-sent event. `name` is the type of the event."""
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"

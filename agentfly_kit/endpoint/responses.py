@@ -14,6 +14,7 @@ from agentfly_kit.endpoint.request import (
     Sampler,
     function_call,
     function_tool,
+    image_part,
     make_request,
     sse,
     usage,
@@ -63,9 +64,12 @@ def _text(content: Any, index: int) -> Any:
     if not isinstance(content, list):
         return content
     for part in content:
-        if part.get("type") not in _TEXT_PARTS:
-            raise RequestError(f"'input': item {index} has the part {part!r:.40}; only text is supported")
-    return [{"type": "text", "text": part.get("text")} for part in content]
+        if part.get("type") not in (*_TEXT_PARTS, "input_image"):
+            raise RequestError(f"'input': item {index} has the part {part!r:.40}; only text and images are supported")
+    return [
+        image_part(part.get("image_url")) if "image_url" in part else {"type": "text", "text": part.get("text")}
+        for part in content
+    ]
 
 
 def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -28,6 +28,7 @@ class Engine(Displayable, ABC):
         vocab_size: Number of tokens in the vocabulary; None if unknown.
         remote: True if the weights are on servers, which other processes may share.
         images: Maximum number of images in the messages of a request; 0 if the engine reads text only.
+        image_obstacle: Reason why the engine reads text only; "" if it reads images or has nothing to add.
     """
 
     tokens: Literal["exact", "none"] = "exact"
@@ -38,6 +39,7 @@ class Engine(Displayable, ABC):
     vocab_size: int | None = None
     remote: bool = False
     images: int = 0
+    image_obstacle: str = ""
 
     @property
     def max_length(self) -> int:

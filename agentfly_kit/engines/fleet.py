@@ -140,6 +140,10 @@ class Fleet(Engine):
         return min(member.engine.images for member in self.members)
 
     @property
+    def image_obstacle(self) -> str:  # type: ignore[override]
+        return next((m.engine.image_obstacle for m in self.members if not m.engine.images), "")
+
+    @property
     def max_length(self) -> int:
         """Shortest context length of all engines, in tokens."""
         return min(member.engine.max_length for member in self.members)

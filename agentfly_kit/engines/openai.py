@@ -159,6 +159,11 @@ class OpenAIEngine(Engine):
         """Maximum number of images per request; 0 in exact mode, in which ids are sent."""
         return 0 if self._exact else self._images
 
+    @property
+    def image_obstacle(self) -> str:  # type: ignore[override]
+        exact = "in exact mode, prompts are token ids, and /v1/completions accepts no images with them"
+        return exact if self._exact else "" if self._images else "it was created with images=0"
+
     entropies = "no"  # an entropy needs all logprobs, and the server returns only the highest
 
     @property

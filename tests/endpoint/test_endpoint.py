@@ -25,7 +25,8 @@ VALID: dict[str, dict[str, Any]] = {
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "chat/completions": [
         ({"messages": []}, "must have at least one message"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must consist of text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "each part of 'content'"),
+        ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "must consist of text and image_url"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "must have the role"),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "last message must not be the assistant's"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),

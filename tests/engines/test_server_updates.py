@@ -71,7 +71,7 @@ class PolicyServer(Server):
             return {"weight_version": self.label}
         elif path == "/collective_rpc":
             return {"results": [getattr(self, body["method"])(*body.get("args", ()))]}
-        elif path != "/reset_prefix_cache":
+        elif path not in ("/reset_prefix_cache", "/reset_encoder_cache"):
             return 404, {"error": "no such page"}, {}
         return {"success": True}
 

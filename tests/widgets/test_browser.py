@@ -228,6 +228,40 @@ def test_token_view_of_5000_tokens(notebook: Any) -> None:
     nb.wait_python("view.signal", "logprob")
 
 
+@pytest.mark.real
+def test_the_placeholders_of_an_image_are_one_cell(notebook: Any) -> None:
+    make = """
+        from dataclasses import replace
+        from PIL import Image as P
+        import agentfly_kit as af
+        from agentfly_kit.types import ImageSpan
+        red, wide = af.Image(P.new("RGB", (48, 48), "red")), af.Image(P.linear_gradient("L").resize((90, 30)))
+        t = trajectory(0)
+        first, *others = t.turns
+        t = t.replace(turns=(replace(first, images=(ImageSpan(red, 3, 4), ImageSpan(wide, 9, 6))), *others))
+        view = w.TokenView(t)
+        view"""
+    nb = notebook(RECORDS, make)
+    page = nb.run()
+    cells = page.locator(".afk-lines .afk-tok:has(img)")
+    browser.expect(cells).to_have_count(2)
+    assert cells.evaluate_all("(all) => all.map((x) => [x.i, x.title])") == [
+        [3, "[image 48 x 48], 4 tokens"], [9, "[image 90 x 30], 6 tokens"],
+    ]  # fmt: skip
+    drawn = page.locator(".afk-lines .afk-tok")
+    browser.expect(drawn).to_have_count(nb.python("view.tokens") - 8)
+    cells.nth(1).hover()
+    browser.expect(page.locator(".afk-big")).to_have_text("[image 90 x 30], 6 tokens")
+    cells.nth(0).click()
+    nb.wait_python("[(s.start, s.stop) for s in view.selection]", [(3, 7)])
+    nb.press("ArrowRight", "ArrowRight", "Shift+ArrowRight")
+    nb.wait_python("[(s.start, s.stop) for s in view.selection]", [(8, 15)])
+    nb.press("ArrowLeft")
+    page.wait_for_function(CURSOR, arg=8)
+    page.get_by_label("Signal", exact=True).select_option("logprob")
+    browser.expect(page.locator(".afk-tok.afk-off:has(img)")).to_have_count(2)
+
+
 # --- live ----------------------------------------------------------------------------------------
 
 

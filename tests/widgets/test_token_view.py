@@ -11,11 +11,13 @@ import agents
 import errors
 import numpy as np
 import pytest
+import vision_models
 from agentfly_kit.widgets._tokens import visible
 from views import NASTY, batch_of, check_static, sent, stats_of, trajectory, unpack
 
 import agentfly_kit as af
 from agentfly_kit import widgets as w
+from agentfly_kit.types import ImageSpan
 
 
 def test_what_cannot_be_seen_is_made_visible() -> None:
@@ -60,6 +62,21 @@ def test_the_static_form_marks_mask_and_signal_in_its_text() -> None:
         assert text.count(marked) == 1 and legend in text
     # With styles, the marks ⟦ and ⟧ are hidden, and lines may break before each run of dots, which stand for spaces.
     assert '<span style="display:none">⟦</span><wbr>·w0<wbr>·w1' in w.TokenView(t).freeze()._repr_html_()
+
+
+def test_the_placeholders_of_an_image_are_one_cell() -> None:
+    t = trajectory(actions=1, width=3)
+    image = vision_models.picture(1)
+    first, *others = t.turns
+    t = t.replace(turns=(dataclasses.replace(first, images=(ImageSpan(image, 1, 2),)), *others))
+    for source in (t, batch_of([t, t])):
+        view = w.TokenView(source, signal="logprob")
+        about, page = sent(view)["_about"], check_static(view)
+        assert about["pictures"] == [[image.data_url, "[image 24 x 16]"]] and about["rows"][0]["images"] == [
+            [1, 3, 0]
+        ]
+        assert "img" in page.tags and 'title="[image 24 x 16], 2 tokens"' in view._static()
+        assert (about["rows"][0]["n"], about["rows"][0]["sampled"]) == (len(t.ids), 3)
 
 
 def test_recorded_alternatives_are_sent_and_framed() -> None:

@@ -112,10 +112,10 @@ class LocalEngine(Engine):
     @property
     def images(self) -> int:  # type: ignore[override]
         """Maximum number of images per request; 0 if the policy reads none, see `Policy.image_obstacle`."""
-        return 0 if self._image_obstacle else _MAX_IMAGES
+        return 0 if self.image_obstacle else _MAX_IMAGES
 
     @functools.cached_property
-    def _image_obstacle(self) -> str:
+    def image_obstacle(self) -> str:  # type: ignore[override]
         if self.policy.image_obstacle:
             return self.policy.image_obstacle
         from agentfly_kit.engines.local.images import find_obstacle
@@ -205,7 +205,7 @@ class LocalEngine(Engine):
         if images:
             if not self.images:
                 raise EngineError(
-                    f"the ids must contain text only, because {self!r} reads no images: {self._image_obstacle}"
+                    f"the ids must contain text only, because {self!r} reads no images: {self.image_obstacle}"
                 )
             from agentfly_kit.images import row_keys
 

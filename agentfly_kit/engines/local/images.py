@@ -15,8 +15,8 @@ from agentfly_kit.engines.local.slots import Request
 from agentfly_kit.policy.attention import agree
 from agentfly_kit.policy.vision import Features, row_images, trial_rows
 
-# Number of images whose features are kept.
-_CACHE_SIZE = 256
+# Size in bytes up to which the features of images are kept. A large image of a large model has tens of megabytes.
+_CACHE_BYTES = 2**29
 
 
 class PromptImages:
@@ -47,8 +47,9 @@ class PromptImages:
         spans = [request.images for request in requests]
         self._decoder = policy.decoder
         self._rows = row_images(policy, ids.to(policy.device), spans, known)
-        while len(known) > _CACHE_SIZE:
-            del known[next(iter(known))]
+        size = sum(_nbytes(features) for features in known.values())
+        while size > _CACHE_BYTES:
+            size -= _nbytes(known.pop(next(iter(known))))
         # Index of the prompt in each slot.
         self._numbers = torch.zeros(max(slot for _, slot, _ in chosen) + 1, dtype=torch.int64, device=policy.device)
         for row, (request, slot, _) in enumerate(chosen):
@@ -61,6 +62,10 @@ class PromptImages:
         """Return the arguments of the decoder for tokens, (R, C), at positions, (R, C), of the slots, (R,)."""
         source = self._numbers[slots][:, None] * self._width + positions.clamp(max=self._width - 1)
         return self._rows.options(self._decoder, tokens, source)
+
+
+def _nbytes(features: Features) -> int:
+    return sum(part.nbytes for part in features)
 
 
 @torch.inference_mode()

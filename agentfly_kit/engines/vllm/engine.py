@@ -7,7 +7,9 @@ without a restart. vLLM is imported only when the engine starts.
 from __future__ import annotations
 
 import asyncio
+import functools
 import itertools
+import math
 import shutil
 import tempfile
 import threading
@@ -29,8 +31,8 @@ from agentfly_kit.types import ImageSpan
 
 # vLLM raises temperatures below the minimum, so recorded logprobs would be wrong, and rejects those above the maximum.
 _MIN_TEMPERATURE, _MAX_TEMPERATURE = 0.01, 2.0
-# Maximum number of tokens that `distribution` returns.
-_MAX_TOP = 256
+# Maximum number of tokens that `distribution` returns, and of images per request.
+_MAX_TOP, _MAX_IMAGES = 256, 16
 
 
 class VLLMEngine(Engine):
@@ -42,7 +44,7 @@ class VLLMEngine(Engine):
     Logprobs are those after temperature and before truncation, entropies are exact, and the probability mass kept by
     top-p, top-k or min-p is recorded. All three are computed by a modified sampler in vLLM's worker. The engine is not
     reproducible, because rounding depends on the batch composition, and seeds are not used because they crash vLLM on a
-    CPU.
+    CPU. Images are read by vision models; see docs/images.md.
 
     Args:
         model: Folder in the transformers layout (as written by `Policy.save`), hub name, or Policy. The weights of a
@@ -76,13 +78,14 @@ class VLLMEngine(Engine):
             model = Policy.load(model)
         self._chat: Chat | None = model.chat if isinstance(model, Policy) else None
         if isinstance(model, Policy):
+            self.image_obstacle = model.image_obstacle
             folder = tempfile.mkdtemp(prefix="agentfly-model-")
             weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
             whole = model.merged() if model.has_adapter else model
             Policy(whole.model, whole.chat, version=model.version).save(folder)
             model = folder
         self.model = str(model)
-        fixed = {"logprobs_mode", "worker_extension_cls", "generation_config"}
+        fixed = {"logprobs_mode", "worker_extension_cls", "generation_config", "mm_processor_kwargs"}
         if given := sorted(fixed.intersection(engine_args)):
             names = ", ".join(given)
             raise EngineError(f"engine_args must not set {names}, which would change the logprobs")
@@ -129,13 +132,37 @@ class VLLMEngine(Engine):
         if self._chat is None:
             from transformers import AutoTokenizer, GenerationConfig
 
-            tokenizer = AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
+            tokenizer, processor = AutoTokenizer.from_pretrained(self.model, trust_remote_code=False), None
+            if hasattr(self._config, "vision_config"):
+                from agentfly_kit.chat.images import load_processor
+
+                processor = load_processor(self.model, tokenizer, self._config)
             try:
                 generation_config = GenerationConfig.from_pretrained(self.model)
             except OSError:  # the model has none
                 generation_config = None
-            self._chat = Chat.from_saved(read_json(Path(self.model) / "policy.json"), tokenizer, generation_config)
+            saved = read_json(Path(self.model) / "policy.json")
+            self._chat = Chat.from_saved(saved, tokenizer, generation_config, processor=processor)
         return self._chat
+
+    @property
+    def images(self) -> int:  # type: ignore[override]
+        """Maximum number of images per request; 0 if the model reads none."""
+        return 0 if self.image_obstacle else _MAX_IMAGES
+
+    @functools.cached_property
+    def image_obstacle(self) -> str:  # type: ignore[override]
+        if not hasattr(self._config, "vision_config"):
+            return "the model has no vision tower"
+        return "" if self.chat.reader is not None else "the model has no image processor"
+
+    @functools.cached_property
+    def _logit_bias(self) -> dict[int, float] | None:
+        """Bias that excludes the placeholders of images from sampling, as a policy does."""
+        if self.image_obstacle or self.chat.reader is None:
+            return None
+        token = self.chat.reader.token_id
+        return dict.fromkeys((token, getattr(self._config, "image_token_id", token)), -math.inf)
 
     @property
     def stop_ids(self) -> tuple[int, ...]:
@@ -224,6 +251,8 @@ class VLLMEngine(Engine):
             "max_logprobs": _MAX_TOP + EXTRA_COLUMNS,
             "weight_transfer_config": TRANSFER_CONFIG,
         }
+        if self.images:  # with torchvision, vLLM would use another image processor than the policy
+            settings["mm_processor_kwargs"] = {"backend": "pil"}
         if not torch.cuda.is_available():
             sequences = self._engine_args.get("max_num_seqs", settings["max_num_seqs"])
             settings |= {
@@ -266,14 +295,35 @@ class VLLMEngine(Engine):
             "skip_special_tokens": False,
             "max_tokens": limit,
             "logprobs": extra,
+            "logit_bias": self._logit_bias,
         }
         if self.alternatives and not host.exact:
             raise EngineError("this version of vLLM cannot record alternatives; use vLLM 0.32, or alternatives=0")
         version = host.version
-        name = f"{next(self._request_numbers)}"
-        (got,) = (await host.generate(name, list(ids), options)).outputs
+        got = await self._generate(host, ids, options, () if request is None else request.images)
         _check_columns(got, 1 + extra)
         return self._read(got, sampling, host.exact, version, began)
+
+    async def _generate(
+        self, host: Host, ids: Sequence[int], options: dict[str, Any], images: Sequence[ImageSpan]
+    ) -> Any:
+        """Run a request and return its only output. Check that vLLM has read the ids and pixels of the policy."""
+        prompt: dict[str, Any] = {"prompt_token_ids": list(ids)}
+        if images:
+            from agentfly_kit.engines.vllm.images import make_prompt
+
+            reader = self.chat.reader
+            if obstacle := self.image_obstacle or await host.image_obstacle(reader):
+                raise EngineError(f"the ids must contain text only, because {self!r} reads no images: {obstacle}")
+            prompt = make_prompt(ids, images, reader)
+        found = await host.generate(f"{next(self._request_numbers)}", prompt, options)
+        if images and list(found.prompt_token_ids) != list(ids):
+            raise EngineError(
+                f"vLLM must give the images the placeholders of the prompt, which has {len(ids)} ids, got other ids "
+                f"({len(found.prompt_token_ids)}); use LocalEngine for this model"
+            )
+        (got,) = found.outputs
+        return got
 
     def _read(self, got: Any, sampling: Sampling, exact: bool, version: int, began: float) -> Sample:
         ids = tuple(got.token_ids)
@@ -333,9 +383,9 @@ class VLLMEngine(Engine):
             "ignore_eos": True,
             "detokenize": False,
             "logprobs": EXTRA_COLUMNS + top,
+            "logit_bias": self._logit_bias,
         }
-        name = f"{next(self._request_numbers)}"
-        (got,) = (await host.generate(name, list(ids), options)).outputs
+        got = await self._generate(host, ids, options, images)
         first = 1 + EXTRA_COLUMNS
         _check_columns(got, first + top)
         flat, columns = got.logprobs, slice(first, first + top)
@@ -355,7 +405,9 @@ class VLLMEngine(Engine):
         host = await self._ready()
         # vLLM always samples a token, so leave the last id out of the prompt and request its logprob there.
         options = {"max_tokens": 1, "detokenize": False, "prompt_logprobs": 0, "logprob_token_ids": [last]}
-        got = await host.generate(f"{next(self._request_numbers)}", before, options)
+        if any(token in before for token in self._logit_bias or ()):
+            raise EngineError("the ids to score must contain text only, got placeholders of images")
+        got = await host.generate(f"{next(self._request_numbers)}", {"prompt_token_ids": before}, options)
         _check_columns(got.outputs[0], 2)
         return (*got.prompt_logprobs.logprobs, got.outputs[0].logprobs.logprobs[1])
 

@@ -42,6 +42,7 @@ _HINTS = {
     "KV cache": "set max_model_len= or kv_cache_memory_bytes=",
     "out of memory": "set a smaller gpu_memory_utilization= or kv_cache_memory_bytes=",
     "Available memory": "set kv_cache_memory_bytes=",
+    "named 'torchvision'": "install the torchvision of this torch, which vLLM imports for models of this family",
 }
 
 # Only one engine starts at a time, because a start temporarily changes the environment inherited by child processes.
@@ -65,6 +66,7 @@ class Host:
         self.exact = False
         self._loading = asyncio.Lock()
         self._settings = settings
+        self._image_obstacle: str | None = None
         self._llm: Any = None
         self._sampling_types: Any = None
         self._loop = asyncio.new_event_loop()
@@ -128,10 +130,16 @@ class Host:
         except Exception as error:
             raise self._explain(error) from error
 
-    async def generate(self, name: str, ids: list[int], options: dict[str, Any]) -> Any:
+    async def generate(self, name: str, prompt: dict[str, Any], options: dict[str, Any]) -> Any:
         """Run a request to completion and return its output. Raise EngineError if the weights are undefined."""
         self.check()
-        return await self.call(lambda: self._generate(name, ids, options))
+        return await self.call(lambda: self._generate(name, prompt, options))
+
+    async def image_obstacle(self, reader: Any) -> str:
+        """Return the reason why vLLM reads other pixels than the image processor of a chat, or "" if it does not."""
+        if self._image_obstacle is None:
+            self._image_obstacle = await self.call(lambda: self._find_obstacle(reader))
+        return self._image_obstacle
 
     async def load(self, policy: Policy) -> None:
         await self.call(lambda: self._load(policy))
@@ -155,11 +163,16 @@ class Host:
 
     # --- methods that run on the host's event loop ---
 
-    async def _generate(self, name: str, ids: list[int], options: dict[str, Any]) -> Any:
+    async def _find_obstacle(self, reader: Any) -> str:
+        from agentfly_kit.engines.vllm.images import find_obstacle
+
+        return find_obstacle(self._llm, reader)
+
+    async def _generate(self, name: str, prompt: dict[str, Any], options: dict[str, Any]) -> Any:
         params_type, final = self._sampling_types
         tears = self._failed_updates
         params = params_type(flat_logprobs=True, output_kind=final, **options)
-        outputs = [out async for out in self._llm.generate({"prompt_token_ids": ids}, params, name)]
+        outputs = [out async for out in self._llm.generate(prompt, params, name)]
         if self._failed_updates != tears:
             raise EngineError(
                 "an update of the weights failed while the request ran, so its result was discarded; sample again"
@@ -196,8 +209,9 @@ class Host:
             await self._call_core(self._llm.finish_weight_update())
             if hasattr(self._llm, "update_weight_version"):  # older versions of vLLM have no labels
                 await self._call_core(self._llm.update_weight_version(str(weights.version)))
-            # Paused requests recompute their keys and values with the new weights.
+            # Paused requests recompute their keys and values, and the features of images, with the new weights.
             await self._call_core(self._llm.reset_prefix_cache(reset_running_requests=True))
+            await self._call_core(self._llm.reset_encoder_cache())
         except Exception as error:
             self.update_failure = f"{type(error).__name__}: {error}"
             self._failed_updates += 1

@@ -157,6 +157,7 @@ class _Server:
             await self._request("/update_weights", {"update_info": {"tensors": weights.tensors}})
             await self._request("/finish_weight_update")
             await self._request("/reset_prefix_cache?reset_running_requests=true")
+            await self._request("/reset_encoder_cache")  # features of images
             try:
                 await self._request("/update_weight_version", {"new_version": label})
             except Refused:  # older versions of vLLM have no labels
