@@ -13,13 +13,13 @@ from test_engine_vllm import GAP, UPDATED_GAP, gaps, installed
 from test_vision import TASKS, agent, batch_of, look
 
 import agentfly_kit as af
-from agentfly_kit.engines.vllm.images import find_obstacle, make_prompt
+from agentfly_kit.engines.vllm.images import make_prompt, use_processor
 from agentfly_kit.samples import TurnRequest
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-async def test_which_engines_read_images_and_what_they_send(tmp_path: Path) -> None:
+async def test_which_engines_read_images_and_what_they_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = vision_models.shared("idefics3")
     reader, ids = policy.chat.reader, policy.chat.prompt(TASKS[0].messages)
     for engine in (af.VLLMEngine(policy), af.VLLMEngine(policy.save(tmp_path))):
@@ -27,14 +27,18 @@ async def test_which_engines_read_images_and_what_they_send(tmp_path: Path) -> N
         assert engine._logit_bias == {reader.token_id: -torch.inf}
     prompt = make_prompt(ids, ids.images, reader)  # type: ignore[attr-defined]
     assert prompt["prompt_token_ids"].count(reader.token_id) == len(prompt["multi_modal_data"]["image"]) == 2
+    monkeypatch.setattr("agentfly_kit.chat.images.load_processor", lambda *given: 1 / 0)
+    unsupported = af.VLLMEngine(tmp_path)
+    assert (unsupported.images, unsupported.chat.reader, unsupported._logit_bias) == (0, None, None)
     text = af.VLLMEngine(agents.random_policy())
     assert text.images == 0 and text._logit_bias is None
     await errors.check(lambda: agent(policy, engine=text).rollout(TASKS), af.errors.SettingsError, "reads no images")
-    other = SimpleNamespace(to_dict=dict)
-    info = SimpleNamespace(get_hf_processor=lambda: SimpleNamespace(image_processor=other))
-    processor = SimpleNamespace(info=info)
-    llm = SimpleNamespace(renderer=SimpleNamespace(get_mm_processor=lambda: processor))
-    assert "SimpleNamespace, is not that of the chat" in find_obstacle(llm, reader)
+    used = SimpleNamespace(image_processor="another")
+    info = SimpleNamespace(get_hf_processor=lambda: used)
+    llm = SimpleNamespace(renderer=SimpleNamespace(get_mm_processor=lambda: SimpleNamespace(info=info)))
+    assert use_processor(llm, reader) == "" and used.image_processor is reader.processor.image_processor
+    info.get_image_processor = lambda: "another"
+    assert "does not use the image processor of the chat" in use_processor(llm, reader)
 
 
 @installed

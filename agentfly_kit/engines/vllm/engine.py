@@ -132,18 +132,28 @@ class VLLMEngine(Engine):
         if self._chat is None:
             from transformers import AutoTokenizer, GenerationConfig
 
-            tokenizer, processor = AutoTokenizer.from_pretrained(self.model, trust_remote_code=False), None
-            if hasattr(self._config, "vision_config"):
-                from agentfly_kit.chat.images import load_processor
-
-                processor = load_processor(self.model, tokenizer, self._config)
+            tokenizer = AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
             try:
                 generation_config = GenerationConfig.from_pretrained(self.model)
             except OSError:  # the model has none
                 generation_config = None
             saved = read_json(Path(self.model) / "policy.json")
-            self._chat = Chat.from_saved(saved, tokenizer, generation_config, processor=processor)
+            make = functools.partial(Chat.from_saved, saved, tokenizer, generation_config)
+            self._chat = self._make_image_chat(make, tokenizer) or make()
         return self._chat
+
+    def _make_image_chat(self, make: Any, tokenizer: Any) -> Chat | None:
+        """Return a chat with an image processor, or None if the model has none that is supported."""
+        if not hasattr(self._config, "vision_config"):
+            return None
+        from agentfly_kit.chat.images import load_processor
+
+        try:
+            return cast(Chat, make(processor=load_processor(self.model, tokenizer, self._config)))
+        except (
+            Exception
+        ):  # text can be sampled from any model; errors of the tokenizer are raised without images, too
+            return None
 
     @property
     def images(self) -> int:  # type: ignore[override]
@@ -154,7 +164,7 @@ class VLLMEngine(Engine):
     def image_obstacle(self) -> str:  # type: ignore[override]
         if not hasattr(self._config, "vision_config"):
             return "the model has no vision tower"
-        return "" if self.chat.reader is not None else "the model has no image processor"
+        return "" if self.chat.reader is not None else "the model has no supported image processor"
 
     @functools.cached_property
     def _logit_bias(self) -> dict[int, float] | None:
@@ -251,8 +261,6 @@ class VLLMEngine(Engine):
             "max_logprobs": _MAX_TOP + EXTRA_COLUMNS,
             "weight_transfer_config": TRANSFER_CONFIG,
         }
-        if self.images:  # with torchvision, vLLM would use another image processor than the policy
-            settings["mm_processor_kwargs"] = {"backend": "pil"}
         if not torch.cuda.is_available():
             sequences = self._engine_args.get("max_num_seqs", settings["max_num_seqs"])
             settings |= {

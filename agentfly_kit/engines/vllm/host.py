@@ -136,9 +136,9 @@ class Host:
         return await self.call(lambda: self._generate(name, prompt, options))
 
     async def image_obstacle(self, reader: Any) -> str:
-        """Return the reason why vLLM reads other pixels than the image processor of a chat, or "" if it does not."""
+        """Let vLLM use the image processor of a chat. Return the reason if it cannot, otherwise ""."""
         if self._image_obstacle is None:
-            self._image_obstacle = await self.call(lambda: self._find_obstacle(reader))
+            self._image_obstacle = await self.call(lambda: self._use_processor(reader))
         return self._image_obstacle
 
     async def load(self, policy: Policy) -> None:
@@ -163,10 +163,10 @@ class Host:
 
     # --- methods that run on the host's event loop ---
 
-    async def _find_obstacle(self, reader: Any) -> str:
-        from agentfly_kit.engines.vllm.images import find_obstacle
+    async def _use_processor(self, reader: Any) -> str:
+        from agentfly_kit.engines.vllm.images import use_processor
 
-        return find_obstacle(self._llm, reader)
+        return use_processor(self._llm, reader)
 
     async def _generate(self, name: str, prompt: dict[str, Any], options: dict[str, Any]) -> Any:
         params_type, final = self._sampling_types

@@ -20,10 +20,13 @@ def make_prompt(ids: Sequence[int], images: Sequence[ImageSpan], reader: ImageRe
     return {"prompt_token_ids": [*short, *ids[end:]], "multi_modal_data": {"image": pictures}}
 
 
-def find_obstacle(llm: Any, reader: ImageReader) -> str:
-    """Return the reason why vLLM reads other pixels than a policy, or "" if it uses the same image processor."""
-    used = llm.renderer.get_mm_processor().info.get_hf_processor().image_processor
-    found, expected = ((type(p).__name__, p.to_dict()) for p in (used, reader.processor.image_processor))
-    if found == expected:
-        return ""
-    return f"vLLM's image processor, {found[0]}, is not that of the chat, {expected[0]}, or has other settings"
+def use_processor(llm: Any, reader: ImageReader) -> str:
+    """Replace vLLM's image processor by that of a chat. Return the reason if this is impossible, otherwise "".
+
+    If torchvision is installed, that of vLLM gives other pixels.
+    """
+    info, own = llm.renderer.get_mm_processor().info, reader.processor.image_processor
+    info.get_hf_processor().image_processor = own
+    # Some models load the image processor separately.
+    find = getattr(info, "get_image_processor", lambda: info.get_hf_processor().image_processor)
+    return "" if find() is own else f"vLLM does not use the image processor of the chat, {type(own).__name__}"
