@@ -92,7 +92,7 @@ def normalize_messages(
             out[-1]["tool_calls"] = [_normalize_call(call, k, at, error) for k, call in enumerate(calls)]
     if out[-1]["role"] == "assistant" and not answered:
         raise error(
-            f"{where}: the last message must not be the assistant's, because it would become part of the prompt; "
+            f"{where}: the last message must not be an assistant message, because it would become part of the prompt; "
             "remove it (tasks_from and load_tasks with drop_answer=True move it to the field 'answer'), or begin an "
             "action with chain.force(text, end=False)"
         )

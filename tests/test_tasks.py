@@ -83,7 +83,7 @@ ROW_ERRORS: list[tuple[Any, str]] = [
 MESSAGE_ERRORS: list[tuple[Any, str]] = [
     ([{"role": "user"}], "message 0 (role 'user'): 'content' must be"),
     (["text"], "message 0 must be a dict with 'role' and 'content'"),
-    ([USER, ANSWER], "the last message must not be the assistant's"),
+    ([USER, ANSWER], "the last message must not be an assistant message"),
 ]
 
 

@@ -89,7 +89,7 @@ export default {
         const chosenText = h("span", { class: "afk-soft", role: "status" });
         const codeHolder = h("div", {});
         const asPython = h("button", { type: "button", class: "afk-small", title: "Python code for this view and its selection", onclick: () => context.ask("code") }, "As Python");
-        const clear = h("button", { type: "button", class: "afk-small", title: "Select nothing (key: Escape)", onclick: () => choose([]) }, "Clear");
+        const clear = h("button", { type: "button", class: "afk-small", title: "Clear the selection (key: Escape)", onclick: () => choose([]) }, "Clear");
         const pickedBar = h("div", { class: "afk-hands afk-pickedbar" }, chosenText, asPython, clear);
         const queue = h("div", { class: "afk-queue" });
         const strip = s("svg", { class: "afk-strip", role: "img", preserveAspectRatio: "none", viewBox: "0 0 600 40" });

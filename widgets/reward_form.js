@@ -29,7 +29,7 @@ export default {
         const errors = h("div", {});
         const filter = h("select", { "aria-label": "Trajectories shown" });
         const table = h("table", { class: "afk-flips" });
-        const scroll = h("div", { class: "afk-flipbox", tabindex: "0", role: "region", "aria-label": "Trajectories by change" }, table);
+        const scroll = h("div", { class: "afk-flipbox", tabindex: "0", role: "region", "aria-label": "Trajectories with recorded and new rewards" }, table);
         const detail = h("div", { class: "afk-card", role: "region", "aria-label": "Selected trajectory", "aria-live": "polite" });
         const source = h("pre", { class: "afk-code", tabindex: "0" });
         root.append(

@@ -146,7 +146,7 @@ export default {
           .map(([name, text, key]) => ({ name, key, order: null, place: -1, button: h("button", { type: "button", title: `For any signal (key: ${key})` }, text) }));
         const go = h("select", { "aria-label": "Go to turn", class: "afk-goto" }, h("option", { value: "" }, "Go to turn …"));
         const chosen = h("span", { class: "afk-soft afk-num", role: "status" });
-        const clear = h("button", { type: "button", title: "Select nothing (key: Escape)" }, "Clear");
+        const clear = h("button", { type: "button", title: "Clear the selection (key: Escape)" }, "Clear");
         const legend = h("div", { class: "afk-legend afk-num" });
         const scroller = h("div", {
           class: "afk-tokens", tabindex: "0", role: "application", "aria-label":

@@ -259,7 +259,7 @@ export default {
                 svg.append(s("circle", { cx: at, cy: y(value), r: 3.2, class: `afk-point${hue}` }));
               }
             });
-            if (panel.odd) svg.append(s("text", { x: width - PAD.right, y: PAD.top + 4, class: "afk-odd", "text-anchor": "end" }, `${plural(panel.odd, "number")} not finite`));
+            if (panel.odd) svg.append(s("text", { x: width - PAD.right, y: PAD.top + 4, class: "afk-odd", "text-anchor": "end" }, plural(panel.odd, "non-finite value")));
             chart.hair = s("line", { y1: PAD.top, y2: HEIGHT - PAD.bottom, class: "afk-hair" });
             chart.spots = runs.map((_, r) => panel.lines.map((_, l) => s("circle", { r: 3.2, class: `afk-dot ${style(r, l, panel.lines.length)}` })));
             chart.y = y;

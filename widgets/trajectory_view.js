@@ -122,7 +122,7 @@ export default {
         const down = h("button", { type: "button", "aria-pressed": "true", title: "Largest first", onclick: () => { down.setAttribute("aria-pressed", String(down.getAttribute("aria-pressed") !== "true")); refilter(); } }, "↓ largest first");
         const shown = h("span", { class: "afk-soft afk-num", role: "status" });
         const wholeGroup = h("button", { type: "button", title: "Select all chains of the same group (key: g)", onclick: () => group() }, "Its group");
-        const clear = h("button", { type: "button", title: "Select nothing (key: Escape)", onclick: () => pick([]) }, "Clear");
+        const clear = h("button", { type: "button", title: "Clear the selection (key: Escape)", onclick: () => pick([]) }, "Clear");
         const detail = h("div", { class: "afk-detail" });
         const codeHolder = h("div", {});
         const below = belowBox(context, model, host, "opened from the list", () => list.el.focus());
@@ -369,7 +369,7 @@ export default {
             }
             const open = d.columns.length <= 8;
             detail.append(h("details", { class: "afk-shared", open }, h("summary", {}, "Shared turns"), lines));
-            if (d.columns.length === 2) detail.append(h("div", { class: "afk-row2 afk-pad" }, button("Compare tokens", "Show both in one token view, with the first differing token", () => context.ask("tokens", d.columns.map((c) => c.i)))));
+            if (d.columns.length === 2) detail.append(h("div", { class: "afk-row2 afk-pad" }, button("Compare tokens", "Compare both in one token view, from the first difference", () => context.ask("tokens", d.columns.map((c) => c.i)))));
           }
           const asChat = model.get("_chat");
           const form = (on, text, title) => button(text, title, () => { context.put("_chat", on); drawDetail(); }, { "aria-pressed": String(asChat === on) });

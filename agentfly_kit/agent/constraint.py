@@ -44,7 +44,7 @@ def make_constraint(agent: AgentSettings, tools: Sequence[dict[str, Any]], optio
             choices.append((pattern[0], json.dumps(function["parameters"]), pattern[1]))
         if options.must_call is None:
             choices.append(("", json.dumps(options.schema)))
-    # A prompt of text or ids is not rendered by the template, which may open a thought.
+    # A prompt given as text or ids bypasses the chat template, which may end with an opening tag of a thought.
     templated = agent.exact and options.prompt is None
     thinking_end = agent.chat.thinking_end if templated else ""
     return Constraint(tuple(choices), thinking_end, json.dumps(body))

@@ -334,7 +334,7 @@ class HarnessChain(BaseChain):
             return self._start_row(messages, tools)
         new = messages[match.messages :]
         if not new:
-            raise SettingsError("messages: the last message must not be the assistant's")
+            raise SettingsError("messages: the last message must not be an assistant message")
         if self.agent.exact and self.agent.chat.needs_rerender(new):
             return self._start_row(messages, tools)
         row = match.row

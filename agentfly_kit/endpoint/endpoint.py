@@ -22,7 +22,7 @@ from agentfly_kit.errors import AgentFlyError, SettingsError
 if TYPE_CHECKING:
     from agentfly_kit.endpoint.sandbox_server import SandboxServer
 
-# Placeholder base URL for the in-process client, to which no connection is opened.
+# Placeholder base URL for the in-process client; no connection is made to it.
 _IN_PROCESS = "http://agentfly.invalid"
 
 

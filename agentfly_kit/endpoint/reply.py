@@ -96,7 +96,7 @@ class RequestError(AgentFlyError):
 
 @contextmanager
 def validating() -> Iterator[None]:
-    """Context in which a TypeError or AttributeError is due to a value of a request, and is raised as RequestError."""
+    """Context manager that converts a TypeError or AttributeError, caused by an invalid request, to RequestError."""
     try:
         yield
     except (TypeError, AttributeError) as error:

@@ -65,7 +65,7 @@ class OpenAIEngine(Engine):
             over a socket that this process opens for the duration of an update, or "auto" for "shm" if the server's
             address is a loopback address and "http" otherwise. The weights are not encrypted. For "http", the server
             connects to the address of the interface through which this machine reaches the server. If the server must
-            use another address, pass it here, such as "http://10.0.0.5:7000".
+            connect to another address, pass that address, for example "http://10.0.0.5:7000".
         images: Maximum number of images per request in text mode, which are sent as data URLs; 0 if the model reads
             only text. Images returned by tools follow their results in a user message, because the API requires results
             to be text.

@@ -92,7 +92,7 @@ class Family(Displayable):
         programs: Programs that must be on PATH.
         install: Command that installs `needs` and `programs`.
         splits: Default number of tasks per split.
-        chance: Success rate that the random player does not exceed.
+        chance: Upper bound on the success rate of the random player.
         pool_size: Size of an agent's environment pool; chains wait while all instances are leased.
         acquire_timeout: Maximum time in seconds for which a chain waits for an environment.
         images: Whether tasks contain images. Chains of scripted players then have token ids only if a policy is given.
@@ -195,7 +195,7 @@ class Family(Displayable):
         return self._played(self.expert_player, policy, settings)
 
     def random_agent(self, policy: Policy | None = None, **settings: Any) -> Agent:
-        """Create an agent whose scripted player makes random calls and answers. Its reward is the chance level.
+        """Create an agent whose scripted player makes random calls and answers. Its mean reward is the baseline.
 
         The arguments are those of `expert`.
         """

@@ -128,8 +128,8 @@ class Shapes:
         Args:
             left: column of the first pixel; 0 is the left edge of the image.
             top: row of the first pixel; 0 is the upper edge of the image.
-            right: column after the last pixel.
-            bottom: row after the last pixel.
+            right: first column to the right of the box.
+            bottom: first row below the box.
         """
         width, height = self._image.size
         if not (0 <= left < right <= width and 0 <= top < bottom <= height):

@@ -351,7 +351,7 @@ def _trajectory(
     while prompt and prompt[-1]["role"] == "assistant":  # an answer that the model continues
         prompt.pop()
     if not prompt:
-        raise TaskError(f"{location}: a conversation must begin with a message that is not the assistant's")
+        raise TaskError(f"{location}: a conversation must not begin with an assistant message")
     if chat is not None and record.encodable:
         parts = [part for nodes in record.rows for node in nodes for part in _parts(node.message)]
         if strange := [part for part in parts if _get(part, "text") is None]:

@@ -101,10 +101,14 @@ def ppo_config(args: Any) -> PPOConfig:
             f"loss_type={kind!r} with importance_sampling_level={level!r} has no counterpart in ppo_step"
         )
     if level == "sequence" and args.beta and args.use_bias_correction_kl:
-        raise SettingsError("use_bias_correction_kl with importance_sampling_level='sequence' has no counterpart")
+        raise SettingsError(
+            "use_bias_correction_kl with importance_sampling_level='sequence' has no counterpart in ppo_step"
+        )
     how = _AGGREGATES[kind]
     if args.entropy_coef and how != "token_mean":
-        raise SettingsError(f"entropy_coef with loss_type={kind!r} has no counterpart; use loss_type='dapo'")
+        raise SettingsError(
+            f"entropy_coef with loss_type={kind!r} has no counterpart in ppo_step; use loss_type='dapo'"
+        )
     if args.delta is not None and level == "sequence":
         raise SettingsError("delta with importance_sampling_level='sequence' has no counterpart in ppo_step")
     config = PPOConfig(

@@ -14,7 +14,7 @@ from agentfly_kit.errors import PolicyError
 
 @contextlib.contextmanager
 def checkpointed(models: Sequence[Any]) -> Iterator[None]:
-    """Context manager in which activations inside layers are recomputed in the backward pass, not stored."""
+    """Context manager that recomputes activations inside layers in the backward pass instead of storing them."""
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]

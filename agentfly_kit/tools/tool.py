@@ -67,7 +67,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         check_choice("describe", describe, Describe)
         self.max_chars = max_chars
         self._instance: Any = None
-        # Mutable defaults, of which each call receives a copy.
+        # Mutable defaults, which are copied for each call.
         self._defaults = {n: p.default for n, p in self._parameters.items() if type(p.default).__hash__ is None}
         if not _NAME.fullmatch(self.name):
             raise ToolSchemaError(

@@ -81,11 +81,15 @@ test_errors = errors.rejected(
     (lambda: played(["x"], system=HALF).rollout([TASK]), af.errors.SettingsError, "half of a surrogate pair, near "),
     (lambda: played(["x"]).chain(TASK).force(HALF), af.errors.SettingsError, "half of a surrogate pair, near "),
     (drift_of_text, af.errors.AlignmentError, "no token ids"),
-    (lambda: af.Task("a", ANSWERED), af.errors.TaskError, "task 'a': the last message must not be the assistant's"),
+    (
+        lambda: af.Task("a", ANSWERED),
+        af.errors.TaskError,
+        "task 'a': the last message must not be an assistant message",
+    ),
     (
         lambda: agents.chat().prompt(ANSWERED),
         af.errors.SettingsError,
-        "prompt: the last message must not be the assistant's",
+        "prompt: the last message must not be an assistant message",
     ),
     (lambda: called("get_weather"), af.errors.TaskError, MALFORMED),
     (lambda: called({"name": "x"}), af.errors.TaskError, MALFORMED),

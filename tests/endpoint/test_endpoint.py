@@ -28,7 +28,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "each part of 'content'"),
         ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "must consist of text and image_url"),
         ({"messages": [{"role": "robot", "content": "a"}]}, "must have the role"),
-        ({"messages": [{"role": "assistant", "content": "a"}]}, "last message must not be the assistant's"),
+        ({"messages": [{"role": "assistant", "content": "a"}]}, "last message must not be an assistant message"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "surrogate"),
         ({"top_logprobs": 3}, "'top_logprobs' is not supported"),
         ({"n": 99}, "'n' must be an integer from 1 to 16, got 99"),
@@ -59,7 +59,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"tools": [{"type": "web_search_20250305", "name": "w"}]}, "'web_search_20250305' are not supported"),
         ({"tools": [{"input_schema": {}}]}, "tools: entry 0"),
         ({"mcp_servers": [{"url": "u"}]}, "'mcp_servers' is not supported"),
-        ({"messages": [*ASKED, {"role": "assistant", "content": "Because"}]}, "must not be the assistant's"),
+        ({"messages": [*ASKED, {"role": "assistant", "content": "Because"}]}, "must not be an assistant message"),
         ({"messages": [{"role": "user", "content": 5}]}, "wrong type"),
     ],
 }

@@ -17,11 +17,11 @@ ROWS: tuple[tuple[Any, str], ...] = (
     ([{"prompt": "a", "completion": [{"content": "a"}]}], "must be a string or a list of messages"),
     (
         [{"messages": [{"role": "assistant", "content": "a"}]}],
-        "must begin with a message that is not the assistant's",
+        "must not begin with an assistant message",
     ),
     ([{"traces": [{"nodes": []}]}], "the row is damaged or has an unsupported layout (KeyError"),
     ([{"traces": [{"task": {"data": {}}, "nodes": [{"parent": 0}]}]}], "the parent of a node must precede it"),
-    ([{"messages": []}], "must begin with"),
+    ([{"messages": []}], "must not begin with"),
     ([{"conversations": [{"from": "robot", "value": "a"}]}], "'from' must be one of system, human, user"),
     ([{"samples": [{"id": 1}]}], "the row is damaged or has an unsupported layout (KeyError: 'messages')"),
     ([{"conversations": [{"from": "function_call", "value": "a"}]}], "a function_call must contain JSON, got 'a'"),

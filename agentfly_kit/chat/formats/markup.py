@@ -107,7 +107,7 @@ class QwenXML(TaggedFormat):
         return name, arguments, problem, at
 
     def render_call(self, call: ToolCall) -> str:
-        """Render the call with one tag per argument. Strings are unchanged, and other values are JSON."""
+        """Render the call with one tag per argument. Strings are inserted as they are, other values as JSON."""
         values = "".join(f"<parameter={k}>\n{_value_text(v)}\n</parameter>\n" for k, v in call.arguments.items())
         return f"{_OPEN}\n<function={call.name}>\n{values}</function>\n{_CLOSE}"
 
@@ -127,7 +127,7 @@ class GLM4(QwenXML):
     padding = ""
 
     def render_call(self, call: ToolCall) -> str:
-        """Render the call with two tags per argument. Strings are unchanged, and other values are JSON."""
+        """Render the call with two tags per argument. Strings are inserted as they are, other values as JSON."""
         values = (
             f"<arg_key>{key}</arg_key>\n<arg_value>{_value_text(value)}</arg_value>\n"
             for key, value in call.arguments.items()

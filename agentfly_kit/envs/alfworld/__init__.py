@@ -93,7 +93,7 @@ class ALFWorld:
 
     @tool
     async def admissible_commands(self) -> str:
-        """List the commands that have an effect now. This is not counted as a step."""
+        """List the commands that are possible in the current state. This is not counted as a step."""
         return ", ".join(self.world.admissible())
 
     def _progress(self, house: House, game: Game) -> None:

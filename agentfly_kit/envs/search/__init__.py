@@ -77,7 +77,7 @@ class Corpus(Displayable):
     @staticmethod
     @functools.lru_cache(32)
     def invented(world: int = 0) -> Corpus:
-        """Generate fictional encyclopedia number `world` and return it as a corpus. The default corpus is number 0."""
+        """Generate fictional encyclopedia number `world` and return it as a corpus. `world=0` is the default corpus."""
         found = [Document(entry.title, entry.text) for entry in encyclopedia.entries(world).values()]
         return Corpus(found, name=f"encyclopedia {world}")
 

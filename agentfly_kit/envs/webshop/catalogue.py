@@ -115,7 +115,7 @@ class Catalogue:
     @staticmethod
     @functools.lru_cache(16)
     def invented(world: int = 0) -> Catalogue:
-        """Generate fictional catalogue number `world`. The default catalogue is number 0."""
+        """Generate fictional catalogue number `world`. `world=0` is the default catalogue."""
         items, attributes, instructions = goods.make(world)
         return Catalogue(items, attributes, instructions, name=f"invented {world}", seed=SEED + world)
 
