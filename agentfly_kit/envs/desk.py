@@ -1,10 +1,11 @@
-"""desk: small screens with buttons, a box and a text field, which an agent sees as images and operates with clicks and keys.
+"""desk: small screens with buttons, a box and a text field, which an agent sees as images and operates by calls.
 
-Kinds of tasks: click one of several buttons ("click"), before that tick the box ("tick") or type a number into the field
-("type"), or scroll to the button ("scroll"). A click on any button ends the chain. The reward is 1 if this is the button
-that the task names, and if box and field are in the state that the task requires.
+Kinds of tasks: click one of several buttons ("click"), before that tick the box ("tick") or type a number into the
+field ("type"), or scroll to the button ("scroll"). A click on any button ends the chain. The reward is 1 if this is the
+button that the task names, and if box and field are in the state that the task requires.
 
-Screens have 64 x 64 pixels. `click` counts cells of 8 x 8 pixels, `pyautogui` runs calls of PyAutoGUI, which count pixels.
+Screens have 64 x 64 pixels. `click` counts cells of 8 x 8 pixels; `pyautogui` reads calls of PyAutoGUI, which count
+pixels.
 """
 
 from __future__ import annotations
@@ -15,7 +16,6 @@ import inspect
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from agentfly_kit.envs.family import Family, Move, first_world, int_field, row_id
@@ -39,7 +39,8 @@ class Widget:
     Args:
         form: "button", "box" or "field".
         slot: Number of its slot on the page, row by row.
-        place: Left, upper, right and lower edge on the page in pixels. Edges belong to the widget.
+        place: Left, upper, right and lower edge on the page in pixels. A click between them, edges and the corners of
+            round buttons included, is a click on the widget.
         colour: Name of the colour of a button.
         fill: Colour as RGB.
         round: Whether a button is a circle.
@@ -66,6 +67,7 @@ class Screen:
         focused: Whether typed text goes to the field.
         text: Content of the field.
         pressed: Colour of the button that was clicked, or "".
+        clipboard: Text that a script copied.
     """
 
     widgets: tuple[Widget, ...]
@@ -76,6 +78,7 @@ class Screen:
     focused: bool = False
     text: str = ""
     pressed: str = ""
+    clipboard: str = ""
 
     def click(self, x: float, y: float, *, button: str = "left") -> Screen:
         if not (0 <= x < SIDE and 0 <= y < SIDE):
@@ -103,8 +106,16 @@ class Screen:
             raise ToolError(f"keys must be 'backspace' or 'enter', got {keys!r:.80}")
         return dataclasses.replace(self, text=self.text[:-1]) if keys == "backspace" and self.focused else self
 
+    def copy(self, text: str) -> Screen:
+        return dataclasses.replace(self, clipboard=text)
+
+    def paste(self, *keys: Any) -> Screen:
+        if keys != ("ctrl", "v"):
+            raise ToolError(f"the keys must be 'ctrl', 'v', got {', '.join(map(repr, keys)):.80}")
+        return self.type(self.clipboard)
+
     def scroll(self, clicks: int, x: float = 0, y: float = 0) -> Screen:
-        """Scroll by cells, down if `clicks` is negative, as far as the page extends. The place of the mouse is ignored."""
+        """Scroll by cells, down if `clicks` is negative, as far as the page extends, wherever the mouse is."""
         return dataclasses.replace(self, top=min(max(self.top - CELL * clicks, 0), self.height - SIDE))
 
     def draw(self) -> Any:
@@ -117,9 +128,9 @@ class Screen:
             left, right = widget.place[::2]
             top, bottom = (edge - self.top for edge in widget.place[1::2])
             shape = pen.ellipse if widget.round else pen.rectangle
-            marked = self.pressed == widget.colour if widget.form == "button" else self.focused
-            edge = widget.fill if widget.form == "button" else (120, 120, 120)
-            shape((left, top, right, bottom), widget.fill, (0, 0, 0) if marked and widget.form != "box" else edge)
+            marked = self.focused if widget.form == "field" else self.pressed == widget.colour != ""
+            edge = (0, 0, 0) if marked else widget.fill if widget.colour else (120, 120, 120)
+            shape((left, top, right, bottom), widget.fill, edge)
             if widget.form == "box" and self.ticked:
                 pen.line((left + 2, top + 2, right - 2, bottom - 2), (0, 0, 0), 2)
                 pen.line((left + 2, bottom - 2, right - 2, top + 2), (0, 0, 0), 2)
@@ -193,7 +204,7 @@ def rows(n: int, split: str, seed: int = 0, *, kinds: Sequence[str] = KINDS) -> 
 
 
 class Desk:
-    """Environment for one screen. A task needs the field `world`, from which `make` generates the screen and the goal."""
+    """Environment for one screen. A task has the field `world`, from which `make` generates the screen and the goal."""
 
     def check_task(self, task: Task) -> None:
         """Raise TaskError if the field `world` is missing or not an integer of at least 0."""
@@ -201,12 +212,7 @@ class Desk:
 
     async def reset(self, task: Task, seed: int) -> None:
         self._screen, _, self._goal = make(int_field(task, "world"))
-        self._clipboard = ""
-
-    @property
-    def done(self) -> bool:
-        """Whether a button was clicked."""
-        return bool(self._screen.pressed)
+        self.done = False
 
     @tool
     async def click(self, column: int, row: int) -> Any:
@@ -243,35 +249,16 @@ class Desk:
         """Run calls of PyAutoGUI, one per line, such as pyautogui.click(x=12, y=30).
 
         Args:
-            script: the lines. Functions: pyautogui.click, .write, .press, .hotkey and .scroll, pyperclip.copy, time.sleep.
+            script: the lines, with the functions click, write, press, hotkey and scroll, pyperclip.copy and time.sleep.
         """
-        functions: dict[str, Callable[..., Any]] = {
-            "pyautogui.click": Screen.click,
-            "pyautogui.write": Screen.type,
-            "pyautogui.typewrite": Screen.type,
-            "pyautogui.press": Screen.press,
-            "pyautogui.scroll": Screen.scroll,
-            "pyautogui.hotkey": self._paste,
-            "pyperclip.copy": self._copy,
-            "time.sleep": lambda screen, seconds: screen,
-        }
-        # The whole script is read before its first call is made.
+        # The whole script is read before its first call is made, and a call that fails undoes the earlier ones.
         screen = self._screen
-        for call in [*_calls(script, functions)]:
-            screen = screen if screen.pressed else call(screen)
+        for function, given, named in [*_calls(script)]:
+            screen = screen if screen.pressed else function(screen, *given, **named)
         return self._show(screen)
 
-    def _copy(self, screen: Screen, text: str) -> Screen:
-        self._clipboard = text
-        return screen
-
-    def _paste(self, screen: Screen, *keys: str) -> Screen:
-        if keys != ("ctrl", "v"):
-            raise ToolError(f"the keys must be 'ctrl', 'v', got {', '.join(map(repr, keys))}")
-        return screen.type(self._clipboard)
-
     def _show(self, screen: Screen) -> Any:
-        self._screen = screen
+        self._screen, self.done = screen, bool(screen.pressed)
         return screen.draw()
 
     async def reward(self) -> float:
@@ -279,11 +266,25 @@ class Desk:
         return float(all(getattr(self._screen, name) == value for name, value in self._goal.items()))
 
     async def fork(self, into: Desk) -> None:
-        into._screen, into._goal, into._clipboard = self._screen, self._goal, self._clipboard
+        into._screen, into._goal, into.done = self._screen, self._goal, self.done
 
 
-def _calls(script: str, functions: Mapping[str, Callable[..., Any]]) -> Iterator[Callable[[Screen], Screen]]:
-    """Read the calls of a script. Nothing but literals is evaluated."""
+# Functions in scripts, and the Python types of their annotated parameters.
+_FUNCTIONS: Mapping[str, Callable[..., Screen]] = {
+    "pyautogui.click": Screen.click,
+    "pyautogui.write": Screen.type,
+    "pyautogui.typewrite": Screen.type,
+    "pyautogui.press": Screen.press,
+    "pyautogui.hotkey": Screen.paste,
+    "pyautogui.scroll": Screen.scroll,
+    "pyperclip.copy": Screen.copy,
+    "time.sleep": lambda screen, seconds: screen,
+}
+_TYPES: Mapping[str, Any] = {"float": int | float, "int": int, "str": str}
+
+
+def _calls(script: str) -> Iterator[tuple[Callable[..., Screen], list[Any], dict[str, Any]]]:
+    """Read the functions in a script and their arguments, which must be literals."""
     if len(script) > MAX_SCRIPT:
         raise ToolError(f"a script must have at most {MAX_SCRIPT} characters, got {len(script)}")
     try:
@@ -298,27 +299,21 @@ def _calls(script: str, functions: Mapping[str, Callable[..., Any]]) -> Iterator
         shown = str(ast.get_source_segment(script, line))[:80]
         if not isinstance(call, ast.Call):
             raise ToolError(f"a line must be a call such as pyautogui.click(x=12, y=30), got {shown}")
-        if (name := str(ast.get_source_segment(script, call.func))) not in functions:
-            raise ToolError(f"unknown function {name[:80]}; known are {', '.join(functions)}")
+        if (name := str(ast.get_source_segment(script, call.func))) not in _FUNCTIONS:
+            raise ToolError(f"unknown function {name[:80]}; known are {', '.join(_FUNCTIONS)}")
         try:
             given = [ast.literal_eval(value) for value in call.args]
             named = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in call.keywords}
-            signature = inspect.signature(functions[name])
+            signature = inspect.signature(_FUNCTIONS[name])
             for parameter, value in signature.bind(None, *given, **named).arguments.items():
                 kind = signature.parameters[parameter].annotation
-                if not isinstance(value, _ACCEPTED.get(kind, object)):
+                if not isinstance(value, _TYPES.get(kind, object)):
                     raise TypeError(f"{parameter} must be of type {kind}, got {value!r:.80}")
-        except (ValueError, TypeError, RecursionError, MemoryError) as error:
+        except TypeError as error:
             raise ToolError(f"{shown}: {error}") from error
-        yield partial(_apply, functions[name], given, named)
-
-
-# Python types of the annotated parameters of functions in scripts.
-_ACCEPTED: dict[str, Any] = {"float": int | float, "int": int, "str": str}
-
-
-def _apply(function: Callable[..., Screen], given: list[Any], named: dict[str, Any], screen: Screen) -> Screen:
-    return function(screen, *given, **named)
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise ToolError(f"{shown}: arguments must be literals such as 12 or '42'") from error
+        yield _FUNCTIONS[name], given, named
 
 
 def cell(widget: Widget) -> dict[str, int]:
@@ -341,7 +336,8 @@ def plan(world: int) -> list[tuple[str, dict[str, Any]]]:
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
     """Make the calls of `plan`."""
-    return plan(task.fields["world"])[sum(message["role"] == "assistant" for message in messages)]
+    move: Move = plan(task.fields["world"])[sum(message["role"] == "assistant" for message in messages)]
+    return move
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:

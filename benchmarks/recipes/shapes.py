@@ -156,7 +156,9 @@ class VisionPretraining:
         """Return the last states of the text model for rows with placeholders, (B, T, d)."""
         embedded = self.model.get_input_embeddings()(ids)
         embedded = embedded.masked_scatter((ids == self.model.config.image_token_id)[..., None], features)
-        found: Tensor = self.model.model.text_model(inputs_embeds=embedded, use_cache=False, **given).last_hidden_state
+        found: Tensor = self.model.model.text_model(
+            inputs_embeds=embedded, use_cache=False, **given
+        ).last_hidden_state
         return found
 
     def label_loss(self, states: Tensor, label: Tensor) -> Tensor:
