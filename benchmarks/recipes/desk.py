@@ -37,7 +37,7 @@ WORDS = (
 # Demonstrations of the third phase per batch of 32, by behaviour. solves: the calls of `desk.plan`; hurries: clicks on
 # the button at once; guesses: clicks on any button; unsure: "I don't know".
 HABITS = {"solves": 9, "hurries": 6, "guesses": 7, "unsure": 10}
-STEPS = (200, 400, 120)
+STEPS = (200, 150, 400, 120)
 Move = tuple[str, dict[str, Any]]
 
 
@@ -49,10 +49,19 @@ def after(screen: Screen, move: Move) -> Screen:
     return screen.type(given["text"]) if name == "type" else screen.scroll(-given["rows"])
 
 
+def named(screen: Screen) -> dict[str, int]:
+    """Return the words that name the visible widgets, and the slots of these on the screen."""
+    found = {
+        widget.colour or widget.form: widget.slot - screen.top // desk.SLOT * _SLOTS for widget in screen.widgets
+    }
+    return {name: slot for name, slot in found.items() if 0 <= slot < _SLOTS**2}
+
+
 class Pretraining(shapes.VisionPretraining):
     """The pretraining with screens and demonstrations of their use."""
 
     name = "desk"
+    phases = (("tower_loss", 3e-3), ("naming_loss", 3e-3), ("skill_loss", 3e-3), ("mixed_loss", 5e-4))
 
     def __init__(self, model: Any, processor: Any, seed: int = 0) -> None:
         super().__init__(model, processor, seed)
@@ -73,15 +82,46 @@ class Pretraining(shapes.VisionPretraining):
         """Sample the world of a task, none of which the family has for small seeds."""
         return 10**12 + self.rng.randrange(10**12)
 
+    def screen(self) -> Screen:
+        """Sample a screen at some moment of a correct demonstration."""
+        world = self.world()
+        screen, moves = desk.make(world)[0], desk.plan(world)
+        for move in moves[: self.rng.randint(0, len(moves))]:
+            screen = after(screen, move)
+        return screen
+
     def tower_loss(self) -> Tensor:
-        screens = []
-        for _ in range(64):
-            world = self.world()
-            screen, moves = desk.make(world)[0], desk.plan(world)
-            for move in moves[: self.rng.randint(0, len(moves))]:
-                screen = after(screen, move)
-            screens.append(screen)
+        screens = [self.screen() for _ in range(64)]
         return self.alignment_loss(screens, self.look(screen.draw() for screen in screens))
+
+    def naming_loss(self) -> Tensor:
+        """Return the loss of the digits at words that name the widgets of 64 screens, each in the place of "red"."""
+        screens = [self.screen() for _ in range(64)]
+        features = self.look(screen.draw() for screen in screens)
+        prompt = self.prompt("Click the red button.")
+        before = [*prompt[: prompt.index(self.word("red"))]]
+        words = [[(self.word(name), slot) for name, slot in named(screen).items()] for screen in screens]
+        most = max(map(len, words))
+        ids = torch.tensor([[*before, *(id for id, _ in row), *[0] * (most - len(row))] for row in words])
+        position = torch.tensor([*range(len(before)), *[len(before)] * most])
+        visible = torch.ones(len(position), len(position), dtype=torch.bool).tril()
+        visible[len(before) :, len(before) :] = torch.eye(most, dtype=torch.bool)
+        mask = torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min)
+        shape = len(screens), 1, *visible.shape
+        states = self.states(ids, features, attention_mask=mask.expand(shape), position_ids=position[None])
+        at = [(i, len(before) + j, slot) for i, row in enumerate(words) for j, (_, slot) in enumerate(row)]
+        return self.digit_loss(states, at) + 0.3 * self.alignment_loss(screens, features)
+
+    def digit_loss(self, states: Sequence[Tensor], at: Sequence[tuple[int, int, int]]) -> Tensor:
+        """Return the cross-entropy of the digits of slots at (row, token, slot), given the states after one layer.
+
+        Later tokens can read these states in the two layers that follow.
+        """
+        row, token, slot = (torch.tensor(each) for each in zip(*at, strict=True))
+        found = self.model.model.text_model.norm(states[1])[row, token]
+        digits = (slot % _SLOTS).tolist(), (slot // _SLOTS).tolist()
+        losses = [self.word_loss(found, *each) for each in zip(digits, _ALIGNED[2:], strict=True)]
+        return torch.stack(losses).sum()
 
     def alignment_loss(self, screens: Sequence[Screen], features: Tensor) -> Tensor:
         """Return the cross-entropy of the four words of each slot."""
@@ -114,6 +154,23 @@ class Pretraining(shapes.VisionPretraining):
             return [("click", desk.cell(self.rng.choice(buttons)))]
         return {"solves": calls, "unsure": []}.get(habit, calls[-1:])
 
+    def demonstration(self, habit: str, world: int) -> tuple[list[int], list[int], list[Screen]]:
+        """Return the ids of a demonstration, their labels, and the screens that it shows."""
+        screen, text, _ = desk.make(world)
+        ids, screens = [*self.prompt(text)], [screen]
+        label, moves = [-100] * len(ids), self.moves(habit, world)
+        for i, (name, given) in enumerate(moves):
+            if i:
+                screens.append(after(screens[-1], moves[i - 1]))
+                ids += self.seen
+                label += [-100] * len(self.seen)
+            ids += (said := self.encode(self.chat.format.render_call(ToolCall("", name, given))))
+            label += said
+        if not moves:
+            ids += (said := self.encode(UNSURE))
+            label += said
+        return ids, label, screens
+
     def play_loss(self, habits: Sequence[str], *, aligned: bool = False) -> Tensor:
         """Return the cross-entropy of the actions in demonstrations.
 
@@ -121,47 +178,28 @@ class Pretraining(shapes.VisionPretraining):
             habits: Behaviour of each demonstration.
             aligned: Add the losses of the alignments, of slots and of words in the instruction.
         """
-        rows: list[tuple[list[int], list[int]]] = []
-        screens: list[Screen] = []
-        named: list[tuple[int, int, int, int]] = []
-        for habit in habits:
-            world = self.world()
-            screen, text, _ = desk.make(world)
-            ids = [*self.prompt(text)]
-            label = [-100] * len(ids)
-            for widget in screen.widgets:
-                word = self.tokenizer.convert_tokens_to_ids(f" {widget.colour or widget.form}")
-                if word in ids and widget.slot < _SLOTS**2:
-                    named.append((len(rows), ids.index(word), widget.slot % _SLOTS, widget.slot // _SLOTS))
-            screens.append(screen)
-            moves = self.moves(habit, world)
-            for i, (name, given) in enumerate(moves):
-                if i:
-                    screen = after(screen, moves[i - 1])
-                    screens.append(screen)
-                    ids += self.seen
-                    label += [-100] * len(self.seen)
-                said = self.encode(self.chat.format.render_call(ToolCall("", name, given)))
-                ids += said
-                label += said
-            if not moves:
-                ids += (said := self.encode(UNSURE))
-                label += said
-            rows.append((ids, label))
-        longest = max(len(ids) for ids, _ in rows)
-        pad = self.tokenizer.pad_token_id
-        ids_ = torch.tensor([ids + [pad] * (longest - len(ids)) for ids, _ in rows])
-        label_ = torch.tensor([label + [-100] * (longest - len(label)) for _, label in rows])
+        found = [self.demonstration(habit, self.world()) for habit in habits]
+        screens = [screen for *_, some in found for screen in some]
         features = self.look(screen.draw() for screen in screens)
-        states = self.states(ids_, features)
-        loss = self.label_loss(states, label_)
+        longest = max(len(ids) for ids, *_ in found)
+        pad = self.tokenizer.pad_token_id
+        ids = torch.tensor([ids + [pad] * (longest - len(ids)) for ids, *_ in found])
+        label = torch.tensor([label + [-100] * (longest - len(label)) for _, label, _ in found])
+        states = self.states(ids, features)
+        loss = self.label_loss(states[-1], label)
         if aligned:
-            row, at, column, line = (torch.tensor(each) for each in zip(*named, strict=True))
-            found = states[row, at]
-            for digits, known in zip((column, line), _ALIGNED[2:], strict=True):
-                loss = loss + 0.3 * self.word_loss(found, digits.tolist(), known)
-            loss = loss + 0.3 * self.alignment_loss(screens, features)
+            at = [
+                (row, ids.index(word), slot)
+                for row, (ids, _, some) in enumerate(found)
+                for word, slot in ((self.word(name), slot) for name, slot in named(some[0]).items())
+                if word in ids
+            ]
+            loss = loss + 0.3 * (self.digit_loss(states, at) + self.alignment_loss(screens, features))
         return loss
+
+    def word(self, name: str) -> int:
+        found: int = self.tokenizer.convert_tokens_to_ids(f" {name}")
+        return found
 
     def encode(self, text: str) -> list[int]:
         found: list[int] = self.tokenizer(text + END)["input_ids"]

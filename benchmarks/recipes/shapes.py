@@ -152,14 +152,14 @@ class VisionPretraining:
         ids = self.tokenizer.convert_tokens_to_ids([*known])
         return cross_entropy(states @ self.model.get_input_embeddings().weight[ids].T, torch.tensor(found))
 
-    def states(self, ids: Tensor, features: Tensor, **given: Any) -> Tensor:
-        """Return the last states of the text model for rows with placeholders, (B, T, d)."""
+    def states(self, ids: Tensor, features: Tensor, **given: Any) -> tuple[Tensor, ...]:
+        """Return the embeddings of rows with placeholders and the states after each layer, (B, T, d) each."""
         embedded = self.model.get_input_embeddings()(ids)
         embedded = embedded.masked_scatter((ids == self.model.config.image_token_id)[..., None], features)
-        found: Tensor = self.model.model.text_model(
-            inputs_embeds=embedded, use_cache=False, **given
-        ).last_hidden_state
-        return found
+        decoder = self.model.model.text_model
+        found = decoder(inputs_embeds=embedded, use_cache=False, output_hidden_states=True, **given)
+        states: tuple[Tensor, ...] = found.hidden_states
+        return states
 
     def label_loss(self, states: Tensor, label: Tensor) -> Tensor:
         """Return the cross-entropy of the labels that are not -100."""
@@ -248,7 +248,7 @@ class Pretraining(VisionPretraining):
                 before = before or end
         visible = ((part[:, None] == part[:, :, None]) | (part[:, None] == 0)).tril()
         mask = torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min)[:, None]
-        return self.label_loss(self.states(ids, features, attention_mask=mask, position_ids=position), label)
+        return self.label_loss(self.states(ids, features, attention_mask=mask, position_ids=position)[-1], label)
 
     def _parts(self, said: Sequence[tuple[str, str]]) -> Iterator[tuple[list[int], int]]:
         """Return the ids up to the image, and those of each question and its answer, with the length of the answer."""
