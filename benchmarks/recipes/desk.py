@@ -34,10 +34,10 @@ WORDS = (
     '{"name":"click","arguments":{"column":', ',"row":', '{"name":"type","arguments":{"text":"',
     '{"name":"scroll","arguments":{"rows":', *dict.fromkeys((*_FORMS, *_COLOURS)),
 )  # fmt: skip
-# Demonstrations of the third phase per batch of 32, by behaviour. solves: the calls of `desk.plan`; hurries: clicks on
-# the button at once; guesses: clicks on any button; unsure: "I don't know".
-HABITS = {"solves": 9, "hurries": 6, "guesses": 7, "unsure": 10}
-STEPS = (200, 150, 400, 120)
+# Demonstrations of the last phase per batch of 32, by behaviour. solves: the calls of `desk.plan`; hurries: only the
+# last of these, or a click on any button if there is one call; unsure: "I don't know".
+HABITS = {"solves": 10, "hurries": 5, "unsure": 17}
+STEPS = (150, 350, 450, 120)
 Move = tuple[str, dict[str, Any]]
 
 
@@ -148,11 +148,10 @@ class Pretraining(shapes.VisionPretraining):
 
     def moves(self, habit: str, world: int) -> list[Move]:
         """Return the calls of a demonstration."""
-        buttons = [widget for widget in desk.make(world)[0].widgets if widget.colour and widget.slot < _SLOTS**2]
         calls = desk.plan(world)
-        if habit == "guesses":
-            return [("click", desk.cell(self.rng.choice(buttons)))]
-        return {"solves": calls, "unsure": []}.get(habit, calls[-1:])
+        if habit == "hurries" and len(calls) == 1:
+            return [("click", desk.cell(self.rng.choice([w for w in desk.make(world)[0].widgets if w.colour])))]
+        return {"solves": calls, "hurries": calls[-1:], "unsure": []}[habit]
 
     def demonstration(self, habit: str, world: int) -> tuple[list[int], list[int], list[Screen]]:
         """Return the ids of a demonstration, their labels, and the screens that it shows."""
@@ -206,6 +205,11 @@ class Pretraining(shapes.VisionPretraining):
         return found
 
 
+def untrained(seed: int = 0) -> tuple[Any, Any]:
+    """Return a model of about 440,000 random weights, and its processor."""
+    return shapes.untrained(seed, WORDS, desk.SIDE)
+
+
 def build(
     out: str | Path | None = None,
     *,
@@ -214,5 +218,4 @@ def build(
     report: Callable[[str], None] = lambda line: None,
 ) -> tuple[Any, Any]:
     """Train the policy from random weights; see `shapes.build`."""
-    made = Pretraining(*shapes.untrained(seed, WORDS, desk.SIDE), seed)
-    return shapes.build(out, steps=steps, report=report, made=made)
+    return shapes.build(out, steps=steps, report=report, made=Pretraining(*untrained(seed), seed))
