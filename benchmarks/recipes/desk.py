@@ -33,6 +33,8 @@ WORDS = (
     "click(column, row), type(text), scroll(rows), pyautogui(script)",
     '{"name":"click","arguments":{"column":', ',"row":', '{"name":"type","arguments":{"text":"',
     '{"name":"scroll","arguments":{"rows":', *dict.fromkeys((*_FORMS, *_COLOURS)),
+    # A number is copied as one token, because two digits are not learned in 450 updates.
+    *map(str, range(10, 100)),
 )  # fmt: skip
 # Demonstrations of the last phase per batch of 32, by behaviour. solves: the calls of `desk.plan`; hurries: only the
 # last of these, or a click on any button if there is one call; unsure: "I don't know".
