@@ -169,7 +169,7 @@ def make(world: int) -> tuple[Screen, str, dict[str, Any]]:
     for colour in colours:
         below = kind == "scroll" and colour == colours[0]
         place("button", free.pop() + _ACROSS**2 * below, colour)
-    number, height = str(rng.randint(10, 99)), SIDE * (1 + (kind == "scroll"))
+    number, height = str(rng.randint(1, 9)), SIDE * (1 + (kind == "scroll"))
     before = {
         "tick": "Tick the box, then c",
         "type": f"Type {number} into the field, then c",
@@ -343,7 +343,7 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
     """Click on a random cell, type a random number, scroll, or answer."""
     cell = {"column": rng.randrange(SIDE // CELL), "row": rng.randrange(SIDE // CELL)}
-    number = str(rng.randint(10, 99))
+    number = str(rng.randint(1, 9))
     others: list[Move] = [("type", {"text": number}), ("scroll", {"rows": SIDE // CELL}), number]
     return ("click", cell) if rng.random() < 0.7 else rng.choice(others)
 

@@ -33,13 +33,11 @@ WORDS = (
     "click(column, row), type(text), scroll(rows), pyautogui(script)",
     '{"name":"click","arguments":{"column":', ',"row":', '{"name":"type","arguments":{"text":"',
     '{"name":"scroll","arguments":{"rows":', *dict.fromkeys((*_FORMS, *_COLOURS)),
-    # A number is copied as one token, because two digits are not learned in 450 updates.
-    *map(str, range(10, 100)),
 )  # fmt: skip
 # Demonstrations of the last phase per batch of 32, by behaviour. solves: the calls of `desk.plan`; hurries: only the
 # last of these, or a click on any button if there is one call; unsure: "I don't know".
 HABITS = {"solves": 10, "hurries": 5, "unsure": 17}
-STEPS = (150, 350, 450, 120)
+STEPS = (150, 350, 500, 120)
 Move = tuple[str, dict[str, Any]]
 
 
@@ -80,9 +78,10 @@ class Pretraining(shapes.VisionPretraining):
         end = self.tokenizer(END)["input_ids"]
         self.seen = self.chat.observation_ids([seen], schemas, after=end)
 
-    def world(self) -> int:
+    def world(self, kind: str = "") -> int:
         """Sample the world of a task, none of which the family has for small seeds."""
-        return 10**12 + self.rng.randrange(10**12)
+        kinds = len(desk.KINDS)
+        return 10**12 + kinds * self.rng.randrange(10**12) + desk.KINDS.index(kind or self.rng.choice(desk.KINDS))
 
     def screen(self) -> Screen:
         """Sample a screen at some moment of a correct demonstration."""
@@ -143,10 +142,11 @@ class Pretraining(shapes.VisionPretraining):
         return torch.stack([self.word_loss(flat, *each) for each in zip(words, _ALIGNED, strict=True)]).sum()
 
     def skill_loss(self) -> Tensor:
-        return self.play_loss(["solves"] * 32, aligned=True)
+        # Copying a digit takes more demonstrations than the rest.
+        return self.play_loss(["solves"] * 32, ["type", ""] * 16, aligned=True)
 
     def mixed_loss(self) -> Tensor:
-        return self.play_loss([habit for habit, count in HABITS.items() for _ in range(count)])
+        return self.play_loss([habit for habit, count in HABITS.items() for _ in range(count)], [""] * 32)
 
     def moves(self, habit: str, world: int) -> list[Move]:
         """Return the calls of a demonstration."""
@@ -172,14 +172,15 @@ class Pretraining(shapes.VisionPretraining):
             label += said
         return ids, label, screens
 
-    def play_loss(self, habits: Sequence[str], *, aligned: bool = False) -> Tensor:
+    def play_loss(self, habits: Sequence[str], kinds: Sequence[str], *, aligned: bool = False) -> Tensor:
         """Return the cross-entropy of the actions in demonstrations.
 
         Args:
             habits: Behaviour of each demonstration.
+            kinds: Kind of each task, or "" for any.
             aligned: Add the losses of the alignments, of slots and of words in the instruction.
         """
-        found = [self.demonstration(habit, self.world()) for habit in habits]
+        found = [self.demonstration(habit, self.world(kind)) for habit, kind in zip(habits, kinds, strict=True)]
         screens = [screen for *_, some in found for screen in some]
         features = self.look(screen.draw() for screen in screens)
         longest = max(len(ids) for ids, *_ in found)
