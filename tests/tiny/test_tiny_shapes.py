@@ -26,7 +26,7 @@ async def success(of: Any, policy: af.Policy, count: int) -> dict[str, float]:
     return {kind: sum(some) / len(some) for kind, some in rewards.items()}
 
 
-@pytest.mark.parametrize(("of", "low", "high"), [(shapes, 0.35, 0.65), (desk, 0.15, 0.45)])
+@pytest.mark.parametrize(("of", "low", "high"), [(shapes, 0.35, 0.65), (desk, 0.1, 0.6)])
 async def test_it_is_small_and_starts_at_a_part_of_the_tasks_of_each_kind(of: Any, low: float, high: float) -> None:
     name = of.family.name
     assert sum(file.stat().st_size for file in (POLICIES / name).iterdir()) < 1_000_000
@@ -82,7 +82,7 @@ async def test_demonstrations_of_desk_have_the_token_ids_of_the_expert() -> None
     tasks = desk.tasks(8, "test")
     for t in (await desk.expert(af.tiny.policy("desk")).rollout(tasks)).trajectories:
         ids, label, screens = made.demonstration("solves", t.task.fields["world"])
-        assert t.ids[: len(ids)].tolist() == ids and len(t.rows[0].images) == len(screens) + 1
+        assert t.ids[: len(ids)].tolist() == ids and len(t.rows[0].images) == len(screens)
         assert sum(mark != -100 for mark in label) == sum(t.rows[0].written_by())
 
 
