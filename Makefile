@@ -90,7 +90,7 @@ policy: install  ## regenerate the shipped tasks and policies in data/ (minutes)
 	@export PYTHONPATH=benchmarks; for name in $(POLICIES); do \
 		$(PY) -m recipes tasks --name $$name --out data/$$name && \
 		$(PY) -m recipes policy --name $$name --out data/policies/$$name || exit 1; done; \
-		$(PY) -m recipes policy --name shapes --out data/policies/shapes
+		for name in desk shapes; do $(PY) -m recipes policy --name $$name --out data/policies/$$name || exit 1; done
 
 notebooks: install  ## run all notebooks and save their outputs (one: make notebooks NB=notebooks/01_quickstart.ipynb)
 	@for notebook in $(or $(NB),$(wildcard notebooks/*.ipynb)); do \

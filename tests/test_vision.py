@@ -299,8 +299,16 @@ async def test_models_that_the_trial_refuses(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(prompts.PromptImages, "options", lambda self, *given: {})
     assert "other hidden states with a KV cache" in af.LocalEngine(policy.copy()).image_obstacle
     gemma = vision_models.policy("gemma3")  # its placeholders attend to each other in both directions
+    mixed = policy.copy()  # the features of its images depend on how many are computed together
+    own = mixed.model.get_image_features
+    mixed.model.get_image_features = lambda pixel_values: (
+        torch.stack([*own(pixel_values).pooler_output]) * len(pixel_values)
+    )
     monkeypatch.setattr(type(policy.model), "get_image_features", lambda self: 1 / 0)
-    rows = ((gemma, "other logits than the model's own"), (policy.copy(), "raised ZeroDivisionError"))
+    rows = (
+        *((of, "other logits than the model's own") for of in (gemma, mixed)),
+        (policy.copy(), "ZeroDivisionError"),
+    )
     for refused, reason in rows:
         assert reason in refused.image_obstacle and "no images" in repr(refused)
         await errors.check(lambda p=refused: agent(p).rollout(TASKS), af.errors.SettingsError, "reads no images")

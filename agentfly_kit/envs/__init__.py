@@ -16,6 +16,7 @@ FAMILIES: tuple[str, ...] = (
     "chess",
     "code",
     "competition",
+    "desk",
     "judge",
     "lookup",
     "math",

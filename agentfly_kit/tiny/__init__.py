@@ -28,6 +28,7 @@ _TASKS = {
     "calculator": "arithmetic questions, with the tool calculator",
     "alfworld": "a task in a household, with one tool per action",
     "code": "a description of a function, with tools that run tests",
+    "desk": "a small screen and an instruction, with tools that click, type and scroll",
     "lookup": "questions about people, with a tool that looks up one fact",
     "search": "questions about places, with a search tool",
     "shapes": "an image of coloured shapes and a question about it",
@@ -341,8 +342,11 @@ def list() -> Any:
     """Return a DataFrame with one row per shipped policy: what it reads and does, and the first of its test tasks."""
     import pandas
 
-    # The tasks of the vision policy are generated, which requires Pillow.
-    shown = {"shapes": "[image 48 x 48]\nHow many shapes are there?"}
+    # The tasks of the vision policies are generated, which requires Pillow.
+    shown = {
+        "desk": "[image 64 x 64]\nTick the box, then click the red button.",
+        "shapes": "[image 48 x 48]\nHow many shapes are there?",
+    }
     examples = [shown.get(name) or text_of(load_tasks(name).test[0].messages[-1]) for name in NAMES]
     return pandas.DataFrame(
         {"reads": [*_TASKS.values()], "example": examples}, index=pandas.Index(NAMES, name="name")

@@ -90,8 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     if given.what == "policy":
         settings = {"seed": given.seed, "report": lambda line: print(line, file=sys.stderr)}
-        if given.name == "shapes":  # a vision policy
-            importlib.import_module("recipes.shapes").build(given.out, **settings)
+        if given.name in ("desk", "shapes"):  # vision policies
+            importlib.import_module(f"recipes.{given.name}").build(given.out, **settings)
         else:
             build(given.name, given.out, **settings)
         return

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,17 +52,24 @@ HABITS = {"solves": 17, "guesses": 5, "unsure": 10}
 STEPS = (200, 250, 120)
 
 
-def untrained(seed: int = 0) -> tuple[Any, Any]:
-    """Return an Idefics3 model of about 440,000 random weights, and its processor."""
+def untrained(seed: int = 0, words: Sequence[str] = WORDS, size: int = shapes.SIDE) -> tuple[Any, Any]:
+    """Return an Idefics3 model of about 440,000 random weights, and its processor.
+
+    Args:
+        seed: seed of the weights.
+        words: words that get one token each.
+        size: side of the images in pixels. Each square of 16 x 16 pixels becomes a token.
+    """
     from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
-    made = tokenizer(WORDS)
+    made = tokenizer(words)
     made.add_special_tokens({"additional_special_tokens": [_FAKE, IMAGE, "<end_of_utterance>", _GLOBAL]})
     made.chat_template = VISION_TEMPLATE
-    side = {"longest_edge": shapes.SIDE}
+    side = {"longest_edge": size}
     reader = Idefics3ImageProcessorPil(size=side, max_image_size=side, do_image_splitting=False)
-    processor = Idefics3Processor(reader, made, image_seq_len=len(POSITIONS), chat_template=VISION_TEMPLATE)
+    length = (size // shapes.CELL) ** 2
+    processor = Idefics3Processor(reader, made, image_seq_len=length, chat_template=VISION_TEMPLATE)
     ids = {"bos_token_id": None, "eos_token_id": made.eos_token_id, "pad_token_id": made.pad_token_id}
     text = {
         "model_type": "llama",
@@ -83,7 +90,7 @@ def untrained(seed: int = 0) -> tuple[Any, Any]:
         "intermediate_size": 128,
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
-        "image_size": shapes.SIDE,
+        "image_size": size,
         "patch_size": shapes.CELL,
         "initializer_range": 0.05,
     }
@@ -103,21 +110,23 @@ def untrained(seed: int = 0) -> tuple[Any, Any]:
     return model, processor
 
 
-class Pretraining:
-    """A model in training, its processor, and a generator of images and questions.
+class VisionPretraining:
+    """A vision model in training and its processor.
 
     Args:
         model: Model that `untrained` returned.
         processor: Its processor.
-        seed: Seed of the images and questions.
+        seed: Seed of the random numbers.
     """
+
+    name = "shapes"
+    # Losses and highest learning rates of the phases.
+    phases: Sequence[tuple[str, float]] = (("tower_loss", 3e-3), ("skill_loss", 3e-3), ("mixed_loss", 5e-4))
 
     def __init__(self, model: Any, processor: Any, seed: int = 0) -> None:
         self.model, self.tokenizer = model, processor.tokenizer
         self.processor = processor
-        self.rng = random.Random(f"shapes pretraining {seed}")
-        self._question_mark = self.tokenizer.convert_tokens_to_ids("?")
-        self._known: dict[str, tuple[list[int], list[int]]] = {}
+        self.rng = random.Random(f"{self.name} pretraining {seed}")
 
     def train(self, loss: Callable[[], Tensor], steps: int, lr: float) -> None:
         """Make `steps` updates with AdamW and a learning rate that rises for 20 updates and then falls to a tenth."""
@@ -131,12 +140,44 @@ class Pretraining:
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
 
-    def features(self, scenes: Sequence[Sequence[Shape]]) -> Tensor:
-        """Draw scenes and return the features of their cells, (B, 9, d)."""
-        pixels = np.stack([np.asarray(shapes.draw(scene, self.rng), np.float32) for scene in scenes]) / 127.5 - 1
+    def look(self, images: Iterable[Any]) -> Tensor:
+        """Return the features of images of Pillow, (B, number of tokens of an image, d)."""
+        pixels = np.stack([np.asarray(image, np.float32) for image in images]) / 127.5 - 1
         inputs = torch.from_numpy(pixels.transpose(0, 3, 1, 2)[:, None].copy())
         # A tensor, or from transformers 5.24 on a tuple of one tensor per image.
         return torch.stack([*self.model.get_image_features(inputs, return_dict=True).pooler_output])
+
+    def word_loss(self, states: Tensor, found: Sequence[int], known: Sequence[str]) -> Tensor:
+        """Return the cross-entropy of the words `known[found[i]]` among `known`, given products with embeddings."""
+        ids = self.tokenizer.convert_tokens_to_ids([*known])
+        return cross_entropy(states @ self.model.get_input_embeddings().weight[ids].T, torch.tensor(found))
+
+    def states(self, ids: Tensor, features: Tensor, **given: Any) -> tuple[Tensor, ...]:
+        """Return the embeddings of rows with placeholders and the states after each layer, (B, T, d) each."""
+        embedded = self.model.get_input_embeddings()(ids)
+        embedded = embedded.masked_scatter((ids == self.model.config.image_token_id)[..., None], features)
+        decoder = self.model.model.text_model
+        found = decoder(inputs_embeds=embedded, use_cache=False, output_hidden_states=True, **given)
+        states: tuple[Tensor, ...] = found.hidden_states
+        return states
+
+    def label_loss(self, states: Tensor, label: Tensor) -> Tensor:
+        """Return the cross-entropy of the labels that are not -100."""
+        trained = label[:, 1:] != -100
+        return cross_entropy(self.model.lm_head(states[:, :-1][trained]), label[:, 1:][trained])
+
+
+class Pretraining(VisionPretraining):
+    """The pretraining with images of shapes and questions."""
+
+    def __init__(self, model: Any, processor: Any, seed: int = 0) -> None:
+        super().__init__(model, processor, seed)
+        self._question_mark = self.tokenizer.convert_tokens_to_ids("?")
+        self._known: dict[str, tuple[list[int], list[int]]] = {}
+
+    def features(self, scenes: Sequence[Sequence[Shape]]) -> Tensor:
+        """Draw scenes and return the features of their cells, (B, 9, d)."""
+        return self.look(shapes.draw(scene, self.rng) for scene in scenes)
 
     def alignment_loss(self, scenes: Sequence[Sequence[Shape]], features: Tensor) -> Tensor:
         """Return the cross-entropy of the three words of each cell, given the product of its feature and embeddings."""
@@ -148,11 +189,9 @@ class Pretraining:
                 named = (f" {shape.form}", shape.colour) if shape else ("nothing", "nothing")
                 for found, word, known in zip(words, (*named, position), _ALIGNED, strict=True):
                     found.append(known.index(word))
-        embeddings, total = self.model.get_input_embeddings().weight, torch.zeros(())
-        for found, known in zip(words, _ALIGNED, strict=True):
-            ids = self.tokenizer.convert_tokens_to_ids([*known])
-            total = total + cross_entropy(features.flatten(0, 1) @ embeddings[ids].T, torch.tensor(found))
-        return total
+        flat = features.flatten(0, 1)
+        losses = [self.word_loss(flat, found, known) for found, known in zip(words, _ALIGNED, strict=True)]
+        return torch.stack(losses).sum()
 
     def tower_loss(self) -> Tensor:
         scenes = [shapes.scene(self.rng.randint(1, 4), self.rng) for _ in range(64)]
@@ -209,12 +248,7 @@ class Pretraining:
                 before = before or end
         visible = ((part[:, None] == part[:, :, None]) | (part[:, None] == 0)).tril()
         mask = torch.zeros(visible.shape).masked_fill_(~visible, torch.finfo(torch.float32).min)[:, None]
-        embedded = self.model.get_input_embeddings()(ids)
-        embedded = embedded.masked_scatter((ids == self.model.config.image_token_id)[..., None], features)
-        decoder = self.model.model.text_model
-        found = decoder(inputs_embeds=embedded, attention_mask=mask, position_ids=position, use_cache=False)
-        trained = label[:, 1:] != -100
-        return cross_entropy(self.model.lm_head(found.last_hidden_state[:, :-1][trained]), label[:, 1:][trained])
+        return self.label_loss(self.states(ids, features, attention_mask=mask, position_ids=position)[-1], label)
 
     def _parts(self, said: Sequence[tuple[str, str]]) -> Iterator[tuple[list[int], int]]:
         """Return the ids up to the image, and those of each question and its answer, with the length of the answer."""
@@ -259,21 +293,22 @@ def build(
     seed: int = 0,
     steps: Sequence[int] = STEPS,
     report: Callable[[str], None] = lambda line: None,
+    made: VisionPretraining | None = None,
 ) -> tuple[Any, Any]:
-    """Train the policy from random weights, and return its model and its processor. Takes about a minute on one core.
+    """Train a policy from random weights, and return its model and its processor. Takes about a minute on one core.
 
     Args:
         out: folder to save model and processor in.
         seed: seed of the weights, images and questions.
         steps: updates of the three phases.
         report: called with a line of text after each phase.
+        made: what to train; by default the pretraining of `shapes`.
     """
-    made = Pretraining(*untrained(seed), seed)
-    phases = {"tower": (made.tower_loss, 3e-3), "skill": (made.skill_loss, 3e-3), "mixed": (made.mixed_loss, 5e-4)}
-    for (phase, (loss, lr)), count in zip(phases.items(), steps, strict=True):
+    made = Pretraining(*untrained(seed), seed) if made is None else made
+    for (name, lr), count in zip(made.phases, steps, strict=True):
         began = time.process_time()
-        made.train(loss, count, lr)
-        report(f"{phase}: {count} steps, {time.process_time() - began:.1f} cpu s")
+        made.train(getattr(made, name), count, lr)
+        report(f"{name}: {count} steps, {time.process_time() - began:.1f} cpu s")
     made.model.half()
     if out is not None:
         made.model.save_pretrained(out)

@@ -288,6 +288,7 @@ async def test_a_fork_continues_from_the_same_state_or_raises(name: str) -> None
         ("competition", {"competition": "stocks", "world": 1}, "field 'competition' must be one of 'slope', 'tide'"),
         ("competition", {"competition": "slope"}, "field 'world' is missing"),
         ("math", {"answer": None}, "answer must be a string or a number, got None (NoneType)"),
+        ("desk", {}, "field 'world' is missing; it must be an integer of at least 0"),
         ("shapes", {"answer": 2}, "answer must be a string, got 2 (int)"),
         ("shapes", {"answer": "2"}, "the messages of the task must have one image, got 0"),
     ],

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import agentfly_kit as af
-from agentfly_kit.envs import shapes
+from agentfly_kit.envs import desk, shapes
 
 
 def seen(image: af.Image) -> list[shapes.Shape]:
@@ -42,14 +42,18 @@ def test_the_answers_follow_from_the_pixels() -> None:
     assert answers == {kind: set(every) for kind, every in shapes.KINDS.items()}
 
 
-def test_the_kinds_of_questions_can_be_chosen() -> None:
-    tasks = shapes.tasks(4, "test", kinds=["count", "binding"])
-    assert [task.fields["kind"] for task in tasks] == ["count", "binding"] * 2
-    for wrong in ("count", [], ["size"]):
+@pytest.mark.parametrize(
+    ("of", "kinds"),
+    [(shapes, "'count', 'colour', 'position', 'binding'"), (desk, "'click', 'tick', 'type', 'scroll'")],
+)
+def test_the_kinds_of_tasks_can_be_chosen(of: Any, kinds: str) -> None:
+    first, *_, last = of.KINDS
+    assert [task.fields["kind"] for task in of.tasks(4, "test", kinds=[first, last])] == [first, last] * 2
+    for wrong in (first, [], ["size"]):
         errors.check(
-            lambda: shapes.tasks(1, kinds=wrong),
+            lambda: of.tasks(1, kinds=wrong),
             af.errors.SettingsError,
-            f"kinds must be a list with some of 'count', 'colour', 'position', 'binding', got {wrong!r}",
+            f"kinds must be a list with some of {kinds}, got {wrong!r}",
         )
 
 

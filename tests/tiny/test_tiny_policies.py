@@ -20,7 +20,7 @@ from agentfly_kit.envs.search import encyclopedia
 from agentfly_kit.tiny import END
 
 DATA = files("agentfly_kit._data")
-TEXT = [name for name in af.tiny.NAMES if name != "shapes"]  # see test_tiny_shapes.py
+TEXT = [name for name in af.tiny.NAMES if name not in ("desk", "shapes")]  # see test_tiny_shapes.py
 
 
 @functools.cache
