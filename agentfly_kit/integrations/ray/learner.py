@@ -172,7 +172,13 @@ class Learner(Displayable):
         return dataclasses.replace(stats, batch=batch) if detail else stats
 
     def _step(
-        self, number: int, batch: Batch, config: PPOConfig, reference: Policy | None, seed: int, detail: bool
+        self,
+        number: int,
+        batch: Batch,
+        config: PPOConfig,
+        reference: Policy | None,
+        seed: int,
+        detail: bool,
     ) -> Stats:
         import ray
 
@@ -351,8 +357,9 @@ class _Process:
         except (AgentFlyError, asyncio.CancelledError) as error:
             result = error
         weights = self.policy.state()
-        is_main = self.accelerator.is_main_process
-        return result, self.policy.version, {k: v.detach().cpu() for k, v in weights.items()} if is_main else {}
+        if not self.accelerator.is_main_process:
+            weights = {}
+        return result, self.policy.version, {k: v.detach().cpu() for k, v in weights.items()}
 
     def score(self, batch: Batch, sent: list[Any] | None, what: ScoreName, micro_tokens: int | None) -> Tensor:
         policy = self._referred(sent) or self.policy
@@ -372,8 +379,8 @@ class _Process:
         return self._reference[1]
 
     def optimizer_state(self) -> dict[str, Any]:
-        optimizer = self.optimizer
-        state: dict[str, Any] = (
-            optimizer if self.policy.accelerator is None else gather(self.policy, optimizer)[1]
-        ).state_dict()
+        optimizer: Any = self.optimizer
+        if self.policy.accelerator is not None:
+            optimizer = gather(self.policy, optimizer)[1]
+        state: dict[str, Any] = optimizer.state_dict()
         return state if self.accelerator.is_main_process else {}
