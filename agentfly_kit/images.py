@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import functools
 import hashlib
 import io
 import os
 from collections.abc import Iterable, Mapping
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,7 +128,7 @@ class Image(Displayable):
             raise RunError(f"the file {self.digest}.png was changed after the rollout was saved")
         return picture
 
-    @cached_property
+    @functools.cached_property
     def preview(self) -> str:
         """Data URL of a small version for views; "" if it cannot be created, for example without Pillow."""
         try:
@@ -185,7 +185,13 @@ def from_part(source: Any) -> Image:
         raise SettingsError(
             f"an image part must be a data URL or an image such as af.Image(path), got {source[:80]!r}"
         )
-    return Image(source)
+    return _from_url(source) if isinstance(source, str) else Image(source)
+
+
+@functools.lru_cache(maxsize=16)
+def _from_url(url: str) -> Image:
+    """Decode a data URL. Programs behind an endpoint send the images of a conversation again with each request."""
+    return Image(url)
 
 
 def row_keys(ids: npt.NDArray[np.int64], spans: Iterable[tuple[Image, int, int]]) -> npt.NDArray[np.int64]:

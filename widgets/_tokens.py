@@ -192,6 +192,15 @@ class Row:
             i = after
 
     @property
+    def keys(self) -> npt.NDArray[np.int64]:
+        """Ids, with different keys for placeholders of different images."""
+        if not self.images:
+            return self.ids
+        from agentfly_kit.images import row_keys
+
+        return row_keys(self.ids, [(image, first, after - first) for first, after, image in self.images])
+
+    @property
     def spans(self) -> list[tuple[int, int, int]]:
         """Tuples (turn, first, last + 1), one per turn, in order. `first` and `last` are token indices in this row."""
         if not len(self.ids):
@@ -332,7 +341,7 @@ def rows_of(source: Any) -> list[Row]:
 
 
 def compare_rows(rows: list[Row], others: list[Row]) -> tuple[list[Row], list[str], dict[int, int]]:
-    """Add the values of `others` to the matching tokens of `rows`. Values are missing where the token ids differ.
+    """Add the values of `others` to the matching tokens of `rows`. Values are missing where the tokens differ.
 
     If `rows` and `others` are single rows of different trajectories, both are shown, with their common prefix length.
 
@@ -341,7 +350,7 @@ def compare_rows(rows: list[Row], others: list[Row]) -> tuple[list[Row], list[st
     """
     notes: list[str] = []
     if len(rows) == len(others) == 1 and rows[0].id != others[0].id:
-        a, b = rows[0].ids, others[0].ids
+        a, b = rows[0].keys, others[0].keys
         n = min(len(a), len(b))
         differ = np.flatnonzero(a[:n] != b[:n])
         shared = int(differ[0]) if len(differ) else n
@@ -364,7 +373,7 @@ def compare_rows(rows: list[Row], others: list[Row]) -> tuple[list[Row], list[st
                 hi = min(row.start + len(row.ids), other.start + len(other.ids))
                 if hi > lo:
                     mine, theirs = slice(lo - row.start, hi - row.start), slice(lo - other.start, hi - other.start)
-                    same = row.ids[mine] == other.ids[theirs]
+                    same = row.keys[mine] == other.keys[theirs]
                     differing += int((~same).sum()) if name == names[0] else 0
                     values[mine] = np.where(same, other.signals[name][theirs], np.nan)
             row.signals[f"{name} ′"] = values

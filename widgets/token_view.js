@@ -399,7 +399,8 @@ export default {
           let best = i;
           let line = null;
           let far = Infinity;
-          for (let k = i + way; k >= 0 && k < about.total && Math.abs(k - i) < 2000; k += way) {
+          const next = (k) => (way > 0 ? after(k) : k ? head[k - 1] : -1);
+          for (let k = next(i), n = 0; k >= 0 && k < about.total && n < 2000; k = next(k), n++) {
             const other = ensure(k).getBoundingClientRect();
             if (Math.abs(other.top - box.top) < 4) continue;
             if (line !== null && Math.abs(other.top - line) > 4) break;

@@ -138,6 +138,6 @@ class Steps(Generator[Any, Any, Any]):
         finally:
             seconds = time.perf_counter() - began
             if seconds > _BLOCKED:
-                seconds -= _waiting_seconds() - self._waited
+                seconds -= max(0.0, _waiting_seconds() - self._waited)
             self.longest = max(self.longest, seconds)
             self.blocked += seconds if seconds > _BLOCKED else 0.0

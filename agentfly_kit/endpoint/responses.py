@@ -64,10 +64,13 @@ def _text(content: Any, index: int) -> Any:
     if not isinstance(content, list):
         return content
     for part in content:
-        if part.get("type") not in (*_TEXT_PARTS, "input_image"):
-            raise RequestError(f"'input': item {index} has the part {part!r:.40}; only text and images are supported")
+        is_image = part.get("type") == "input_image" and part.get("image_url") is not None  # not a file id
+        if not is_image and part.get("type") not in _TEXT_PARTS:
+            raise RequestError(
+                f"'input': item {index} has the part {part!r:.40}; only text and images with 'image_url' are supported"
+            )
     return [
-        image_part(part.get("image_url")) if "image_url" in part else {"type": "text", "text": part.get("text")}
+        image_part(part["image_url"]) if part["type"] == "input_image" else {"type": "text", "text": part.get("text")}
         for part in content
     ]
 

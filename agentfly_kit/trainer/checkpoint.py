@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from agentfly_kit.agent.rollout import Rollout
-from agentfly_kit.errors import RunError
+from agentfly_kit.errors import RunError, TrainingError
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.trainer.run_dir import Run
 
@@ -78,6 +78,8 @@ def load(run: Run, checkpoint: Path, policy: Policy, optimizer: torch.optim.Opti
             state["optimizer"] = scatter(state["optimizer"], optimizer)
         optimizer.load_state_dict(state["optimizer"])
         return resumed
+    except TrainingError:  # the processes of a learner have failed
+        raise
     except Exception as error:
         remedy = "resume=False starts the run from scratch"
         previous = run.path / "checkpoint.before"

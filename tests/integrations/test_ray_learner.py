@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 from unittest.mock import AsyncMock
@@ -68,9 +69,9 @@ def test_steps_equal_those_of_one_process(cluster: Any) -> None:
         # An error that all processes raise leaves them usable, and so does a cancelled step.
         undefined = batch.replace(advantages=batch.advantages * torch.nan)
         await errors.check(lambda: there.step(undefined, CONFIG), af.errors.BatchError, "finite advantages")
-        before = policy.version
+        before, steps = policy.version, there._steps
         task = asyncio.ensure_future(there.step(batch, CONFIG.replace(epochs=2000), reference=reference))
-        await until(lambda: all(map(alive, processes(there))) and there._steps == 6)
+        await until(lambda: all(map(alive, processes(there))) and there._steps > steps)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
@@ -86,6 +87,13 @@ def test_steps_equal_those_of_one_process(cluster: Any) -> None:
         await there.step(batch, CONFIG, reference=reference)
         af.ppo_step(changed, af.adamw(changed, 1e-3), batch, CONFIG, reference=reference)
         assert away(policy, changed) < 1e-5
+
+        # Concurrent calls run one after the other. A reference that was changed is sent again.
+        reference.load_state(policy.state())
+        before = policy.version
+        found = await asyncio.gather(*(there.step(batch, CONFIG, reference=reference) for _ in range(2)))
+        assert policy.version == before + found[0].updates + found[1].updates
+        assert found[0].kl_reference < 0.5, found
 
     with af.ray.learner(policy, 2, lr=1e-3) as there:
         asyncio.run(steps(there))
@@ -143,6 +151,25 @@ def test_a_learner_of_an_adapter(cluster: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_failure_in_one_process(cluster: Any) -> None:
+    """An error of one process alone is reported, and a process that has ended is started again."""
+    policy = random_policy(3)
+    batch = made(policy, 5)
+    constant = af.PPOConfig(loss=lambda *_: torch.zeros(()), minibatch=1, max_lag=None)
+
+    async def go(there: Any) -> None:
+        await errors.check(lambda: there.step(batch, constant), af.errors.AgentFlyError, "differentiable")
+        await there.reset()
+        os.kill(processes(there)[1], signal.SIGKILL)
+        blocking_until(lambda: not alive(processes(there)[1]))
+        await there.reset()
+        assert (await there.step(batch, af.PPOConfig(max_lag=None))).updates == 1
+
+    with af.ray.learner(policy, 2) as there:
+        asyncio.run(go(there))
+
+
+@pytest.mark.long
 def test_what_a_learner_refuses(cluster: Any) -> None:
     policy = learner()
     with af.ray.learner(policy.copy(), 1) as other:
@@ -151,6 +178,10 @@ def test_what_a_learner_refuses(cluster: Any) -> None:
             af.errors.SettingsError,
             "learner must update the policy that is trained",
         )
+        batch = made(other.policy, 2)
+        locked = batch.trajectories[0].replace(task=af.Task("a", fields={"lock": threading.Lock()}))
+        batch = batch.replace(trajectories=(locked, *batch.trajectories[1:]))
+        errors.check(lambda: asyncio.run(other.step(batch)), af.errors.SettingsError, "cannot be sent")
     errors.check(lambda: af.ray.learner(policy, 1, num_cpus=99, timeout=1.0), af.errors.SettingsError, "needs 99 CPU")
     half = af.Policy(policy.model.to(torch.bfloat16), policy.chat)
     errors.check(lambda: af.ray.learner(half, 2), af.errors.SettingsError, "must have float32 weights")

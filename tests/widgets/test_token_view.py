@@ -77,6 +77,9 @@ def test_the_placeholders_of_an_image_are_one_cell() -> None:
         ]
         assert "img" in page.tags and 'title="[image 24 x 16], 2 tokens"' in view._static()
         assert (about["rows"][0]["n"], about["rows"][0]["sampled"]) == (len(t.ids), 3)
+    other = dataclasses.replace(first, images=(ImageSpan(vision_models.picture(2), 1, 2),))
+    view = w.TokenView(t, compare=t.replace(id="b", turns=(other, *others)))
+    assert view._about["notes"][0].endswith("share their first 1 token") and view._about["rows"][0]["parts"] == 1
 
 
 def test_recorded_alternatives_are_sent_and_framed() -> None:

@@ -169,7 +169,7 @@ class VLLMEngine(Engine):
     @functools.cached_property
     def _logit_bias(self) -> dict[int, float] | None:
         """Bias that excludes the placeholders of images from sampling, as a policy does."""
-        if self.image_obstacle or self.chat.reader is None:
+        if self.chat.reader is None:
             return None
         token = self.chat.reader.token_id
         return dict.fromkeys((token, getattr(self._config, "image_token_id", token)), -math.inf)

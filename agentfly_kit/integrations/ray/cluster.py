@@ -33,7 +33,7 @@ def not_started(what: str, timeout: float, needed: dict[str, Any]) -> SettingsEr
 
     return SettingsError(
         f"{what} did not start within {timeout:g} s; each needs {_resources(needed)}, and the cluster has "
-        f"{_resources(ray.available_resources())} free"
+        f"{_resources(ray.available_resources())} free; earlier workers and learners keep theirs until they are closed"
     )
 
 

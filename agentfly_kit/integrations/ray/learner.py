@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
+import datetime
 import os
+import pickle
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +36,7 @@ if TYPE_CHECKING:
 _TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
 _DEFAULTS = PPOConfig()
 # Time in seconds to wait for the other processes after one has failed. They fail as well, or wait for it for ever.
-_GRACE_SECONDS = 20.0
+_GRACE_SECONDS = 30.0
 
 
 def learner(policy: Policy, n: int, *, lr: float = 3e-4, timeout: float = 600.0, **options: Any) -> Learner:
@@ -79,7 +83,10 @@ class Learner(Displayable):
         self.optimizer = _RemoteOptimizer(self)
         self._actors: list[Any] = []
         self._steps = 0
-        self._reference: tuple[Policy, Any] | None = None  # with its reference in Ray's object store
+        # The reference policy, its changes, and its reference in Ray's object store.
+        self._reference: tuple[Policy, list[int], Any] | None = None
+        # Held during each call of the processes, except for cancellations.
+        self._lock = threading.RLock()
         self._start()
 
     def _start(self) -> None:
@@ -107,7 +114,7 @@ class Learner(Displayable):
             raise
         self.nodes = tuple(f"{each['node']}:{each['pid']}" for each in found)
         self.optimizer.param_groups = found[0]["groups"]
-        self._seen = self._changes()
+        self._seen = _changes(self.policy)
 
     def close(self) -> None:
         """End the processes. Idempotent."""
@@ -150,15 +157,13 @@ class Learner(Displayable):
 
         Raises:
             AgentFlyError: As `ppo_step`.
-            SettingsError: If the weights of the policy in this process were changed after the last step.
+            SettingsError: If the weights of the policy in this process were changed in place after the last step, or
+                the batch cannot be pickled. Changes of the attribute `data` of a parameter are not noticed.
             TrainingError: If a process has failed.
             asyncio.CancelledError: If the call was cancelled. The weights are then those of the last complete update.
         """
-        if self._changes() != self._seen:
-            raise SettingsError(
-                "the policy must not be changed between steps of its learner; call await learner.reset() to continue "
-                "with its weights and a new optimizer"
-            )
+        if batch.imitation and (reference is not None or detail):
+            raise SettingsError("reference and detail must not be set for a batch of collate(imitate=)")
         self._steps += 1
         number, actors = self._steps, self._actors
 
@@ -180,35 +185,44 @@ class Learner(Displayable):
         seed: int,
         detail: bool,
     ) -> Stats:
-        import ray
-
-        groups, options = self.optimizer.param_groups, {"seed": seed, "detail": detail}
-        sent = self._send(reference)
-        result, version, weights = self._call("step", number, ray.put(batch), config, sent, groups, options)[0]
-        self.policy.load_state(weights, version)
-        self._seen = self._changes()
-        if isinstance(result, BaseException):
-            raise result
-        return result  # type: ignore[no-any-return]
+        config = PPOConfig(**{name: getattr(config, name) for name in PPOConfig.__dataclass_fields__})
+        with self._lock:
+            self._check_unchanged()
+            sent = _put("the batch or its settings", (batch, config))
+            groups, options = self.optimizer.param_groups, {"seed": seed, "detail": detail}
+            found = self._call("step", number, sent, self._send(reference), groups, options)
+            _, version, weights = found[0]
+            self.policy.load_state(weights, version)
+            self._seen = _changes(self.policy)
+        return _result([each[0] for each in found])  # type: ignore[no-any-return]
 
     def score(self, policy: Policy, batch: Batch, what: ScoreName, micro_tokens: int | None) -> Tensor:
         """Compute a score of each token, (B, T), under the policy or a reference; see `Policy.score`."""
-        import ray
+        with self._lock:
+            self._steps += 1
+            if policy is self.policy:
+                self._check_unchanged()
+            referred = None if policy is self.policy else self._send(policy)
+            found = self._call("score", self._steps, _put("the batch", batch), referred, what, micro_tokens)
+        return _result(found)  # type: ignore[no-any-return]
 
-        sent = None if policy is self.policy else self._send(policy)
-        return self._call("score", ray.put(batch), sent, what, micro_tokens)[0]  # type: ignore[no-any-return]
+    def _check_unchanged(self) -> None:
+        if _changes(self.policy) != self._seen:
+            raise SettingsError(
+                "the policy must not be changed between steps of its learner; call await learner.reset() to continue "
+                "with its weights and a new optimizer"
+            )
 
     def _send(self, reference: Policy | None) -> list[Any] | None:
         """Return what a process needs to have a reference policy: nothing if it is the policy without its adapter."""
-        import ray
-
         if reference is None:
             return None
         if reference.model is self.policy.model:
             return []
-        if self._reference is None or self._reference[0] is not reference:
-            self._reference = reference, ray.put(reference)
-        return [self._reference[1]]  # in a list, so that Ray does not fetch it for every call
+        changes = _changes(reference)
+        if self._reference is None or self._reference[0] is not reference or self._reference[1] != changes:
+            self._reference = reference, changes, _put("the reference policy", reference)
+        return [self._reference[2]]  # in a list, so that Ray does not fetch it for every call
 
     @pending_call
     async def reset(self, lr: float | None = None) -> None:
@@ -220,19 +234,21 @@ class Learner(Displayable):
             lr: Learning rate; None keeps that of the last start.
         """
         self._lr = lr or self._lr
-        await run_in_thread(self._load, None) if self._actors else await run_in_thread(self._start)
+        await run_in_thread(self._reset, on_cancel=self.close)
+
+    def _reset(self) -> None:
+        with self._lock:
+            if self._actors:
+                with contextlib.suppress(TrainingError):  # a process has ended since the last call
+                    return self._load(None)
+            self._start()
 
     def _load(self, state: dict[str, Any] | None) -> None:
-        import ray
-
-        weights = {name: tensor.detach().cpu() for name, tensor in self.policy.state().items()}
-        sent = ray.put((weights, self.policy.version, state))
-        self.optimizer.param_groups = self._call("load", sent, self._lr)[0]
-        self._seen = self._changes()
-
-    def _changes(self) -> list[int]:
-        """Return how often each weight was changed in place, and the version."""
-        return [self.policy.version, *(p._version for p in self.policy.parameters())]
+        with self._lock:
+            weights = {name: tensor.detach().cpu() for name, tensor in self.policy.state().items()}
+            sent = _put("the state of the optimizer", (weights, self.policy.version, state))
+            self.optimizer.param_groups = self._call("load", sent, self._lr)[0]
+            self._seen = _changes(self.policy)
 
     def _call(self, method: str, *args: Any) -> list[Any]:
         """Call a method of all processes and return the results. If a process fails, end all of them."""
@@ -242,17 +258,22 @@ class Learner(Displayable):
             raise TrainingError("the processes of the learner have ended; call await learner.reset() to start others")
         calls = [getattr(actor, method).remote(*args) for actor in self._actors]
         left = calls
+        results: dict[int, Any] = {}
         failed: dict[int, Exception] = {}
         while left:
             done, left = ray.wait(left, timeout=_GRACE_SECONDS if failed else None)
             if not done:
                 break
+            rank = calls.index(done[0])
             try:
-                ray.get(done[0])
-            except ray.exceptions.RayError as error:
-                failed[calls.index(done[0])] = error
+                results[rank] = ray.get(done[0])
+            except ray.exceptions.RayTaskError as error:
+                failed[rank] = error
+            except ray.exceptions.RayError as error:  # the process has ended
+                failed[rank] = error
+                break
         if not failed:
-            return ray.get(calls)  # type: ignore[no-any-return]
+            return [results[rank] for rank in range(self._size)]
         # If a process has died, the errors of the others are those of broken connections.
         rank = min(failed, key=lambda rank: isinstance(failed[rank], ray.exceptions.RayTaskError))
         node, failure = self.nodes[rank], getattr(failed[rank], "cause", failed[rank])
@@ -265,6 +286,30 @@ class Learner(Displayable):
         ) from failed[rank]
 
 
+def _changes(policy: Policy) -> list[int]:
+    """Return how often each weight was changed in place, and the version."""
+    return [policy.version, *(p._version for p in policy.parameters())]
+
+
+def _put(what: str, value: Any) -> Any:
+    """Store a value in Ray and return its reference. Raises SettingsError if it cannot be pickled."""
+    import ray
+
+    try:
+        return ray.put(value)
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        text = str(error).strip().partition("\n")[0]
+        raise SettingsError(f"{what} cannot be sent to the processes of the learner: {text}") from error
+
+
+def _result(found: list[Any]) -> Any:
+    """Return the result of rank 0, or raise the error of a process."""
+    for result in found:
+        if isinstance(result, BaseException):
+            raise result
+    return found[0]
+
+
 class _RemoteOptimizer:
     """What `train` uses of an optimizer, for the optimizer of the processes."""
 
@@ -274,7 +319,8 @@ class _RemoteOptimizer:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state of the optimizer."""
-        return self._learner._call("optimizer_state")[0]  # type: ignore[no-any-return]
+        with self._learner._lock:
+            return self._learner._call("optimizer_state")[0]  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Load the whole state of an optimizer, and the weights of the policy, unless the processes have ended."""
@@ -304,7 +350,7 @@ class _Process:
         cuda = torch.cuda.is_available()
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
         os.environ |= {"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
-        store = self._store or _TCPStore(*address, is_master=False)
+        store = self._store = self._store or _TCPStore(*address, is_master=False)
         backend = "nccl" if cuda else "gloo"
         init_process_group(backend, store=store, rank=rank, world_size=size)
         self.accelerator = accelerate.Accelerator(cpu=not cuda)
@@ -335,35 +381,54 @@ class _Process:
     def step(
         self,
         number: int,
-        batch: Batch,
-        config: PPOConfig,
+        given: tuple[Batch, PPOConfig],
         sent: list[Any] | None,
         groups: list[dict[str, Any]],
         options: dict[str, Any],
     ) -> tuple[Any, int, dict[str, Tensor]]:
         """Return statistics or an error that all processes have raised, the version, and in rank 0 the weights."""
+        batch, config = given
         cancel = self._cancelled.setdefault(number, threading.Event())
         for group, settings in zip(self.optimizer.param_groups, groups, strict=True):
             group.update(settings)
-        result: Any
-        try:
+
+        def update() -> Stats:
+            policy, optimizer = self.policy, self.optimizer
             if batch.imitation:
-                given = {"seed": options["seed"]}
-            else:
-                given = options | {"reference": self._referred(sent)}
-            update: Any = imitation_step if batch.imitation else ppo_step
-            result = update(self.policy, self.optimizer, batch, config, cancel=cancel, **given)
+                return imitation_step(policy, optimizer, batch, config, seed=options["seed"], cancel=cancel)
+            reference = self._referred(sent)
+            return ppo_step(policy, optimizer, batch, config, reference=reference, cancel=cancel, **options)
+
+        result = self._agree(number, update)
+        if isinstance(result, Stats):
             result = dataclasses.replace(result, batch=None)
-        except (AgentFlyError, asyncio.CancelledError) as error:
-            result = error
         weights = self.policy.state()
         if not self.accelerator.is_main_process:
             weights = {}
         return result, self.policy.version, {k: v.detach().cpu() for k, v in weights.items()}
 
-    def score(self, batch: Batch, sent: list[Any] | None, what: ScoreName, micro_tokens: int | None) -> Tensor:
-        policy = self._referred(sent) or self.policy
-        return WorkerGroup(self.accelerator).score(policy, batch, what, micro_tokens)
+    def score(self, number: int, batch: Batch, sent: list[Any] | None, what: ScoreName, micro: int | None) -> Any:
+        group = WorkerGroup(self.accelerator)
+        return self._agree(number, lambda: group.score(self._referred(sent) or self.policy, batch, what, micro))
+
+    def _agree(self, number: int, function: Callable[[], Any]) -> Any:
+        """Return the result of a function, or its error if the other processes have also ended the call.
+
+        Otherwise, the error is raised, because the other processes wait for this one.
+        """
+        result: Any
+        try:
+            result = function()
+        except (AgentFlyError, asyncio.CancelledError) as error:
+            result = error
+        self._store.set(f"{number}/{self.accelerator.process_index}", "ended")
+        if isinstance(result, AgentFlyError):
+            keys = [f"{number}/{rank}" for rank in range(self.accelerator.num_processes)]
+            try:
+                self._store.wait(keys, datetime.timedelta(seconds=_GRACE_SECONDS / 2))
+            except RuntimeError:
+                raise result from None
+        return result
 
     def _referred(self, sent: list[Any] | None) -> Policy | None:
         """Return the reference policy, which is kept until another one is sent."""
@@ -383,4 +448,5 @@ class _Process:
         if self.policy.accelerator is not None:
             optimizer = gather(self.policy, optimizer)[1]
         state: dict[str, Any] = optimizer.state_dict()
-        return state if self.accelerator.is_main_process else {}
+        moments = {i: {k: v.cpu() for k, v in values.items()} for i, values in state["state"].items()}
+        return {**state, "state": moments} if self.accelerator.is_main_process else {}
