@@ -179,7 +179,7 @@ def test_what_a_learner_refuses(cluster: Any) -> None:
             "learner must update the policy that is trained",
         )
         batch = made(other.policy, 2)
-        locked = batch.trajectories[0].replace(task=af.Task("a", fields={"lock": threading.Lock()}))
+        locked = batch.trajectories[0].replace(task=af.Task("a", "x", {"lock": threading.Lock()}))
         batch = batch.replace(trajectories=(locked, *batch.trajectories[1:]))
         errors.check(lambda: asyncio.run(other.step(batch)), af.errors.SettingsError, "cannot be sent")
     errors.check(lambda: af.ray.learner(policy, 1, num_cpus=99, timeout=1.0), af.errors.SettingsError, "needs 99 CPU")

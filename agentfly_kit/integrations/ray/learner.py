@@ -185,7 +185,7 @@ class Learner(Displayable):
         seed: int,
         detail: bool,
     ) -> Stats:
-        config = PPOConfig(**{name: getattr(config, name) for name in PPOConfig.__dataclass_fields__})
+        config = PPOConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(PPOConfig)})
         with self._lock:
             self._check_unchanged()
             sent = _put("the batch or its settings", (batch, config))
