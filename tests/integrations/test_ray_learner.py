@@ -1,6 +1,7 @@
 """Updates by two processes of a Ray cluster, each with half of the weights: equal to those of one process."""
 
 import asyncio
+import dataclasses
 import os
 import signal
 import threading
@@ -158,7 +159,7 @@ def test_a_failure_in_one_process(cluster: Any) -> None:
     constant = af.PPOConfig(loss=lambda *_: torch.zeros(()), minibatch=1, max_lag=None)
 
     async def go(there: Any) -> None:
-        await errors.check(lambda: there.step(batch, constant), af.errors.AgentFlyError, "differentiable")
+        await errors.check(lambda: there.step(batch, constant), af.errors.TrainingError, "(SettingsError: loss must")
         await there.reset()
         os.kill(processes(there)[1], signal.SIGKILL)
         blocking_until(lambda: not alive(processes(there)[1]))
@@ -179,7 +180,9 @@ def test_what_a_learner_refuses(cluster: Any) -> None:
             "learner must update the policy that is trained",
         )
         batch = made(other.policy, 2)
-        locked = batch.trajectories[0].replace(task=af.Task("a", "x", {"lock": threading.Lock()}))
+        locked = batch.trajectories[0].replace(
+            task=dataclasses.replace(batch.trajectories[0].task, fields={"lock": threading.Lock()})
+        )
         batch = batch.replace(trajectories=(locked, *batch.trajectories[1:]))
         errors.check(lambda: asyncio.run(other.step(batch)), af.errors.SettingsError, "cannot be sent")
     errors.check(lambda: af.ray.learner(policy, 1, num_cpus=99, timeout=1.0), af.errors.SettingsError, "needs 99 CPU")
