@@ -192,15 +192,6 @@ class Row:
             i = after
 
     @property
-    def keys(self) -> npt.NDArray[np.int64]:
-        """Ids, with different keys for placeholders of different images."""
-        if not self.images:
-            return self.ids
-        from agentfly_kit.images import row_keys
-
-        return row_keys(self.ids, [(image, first, after - first) for first, after, image in self.images])
-
-    @property
     def spans(self) -> list[tuple[int, int, int]]:
         """Tuples (turn, first, last + 1), one per turn, in order. `first` and `last` are token indices in this row."""
         if not len(self.ids):
@@ -338,55 +329,6 @@ def rows_of(source: Any) -> list[Row]:
         "source must be a Trajectory, a list of them, a Group, a Rollout, a Batch or Stats, "
         f"got {type(source).__name__}"
     )
-
-
-def compare_rows(rows: list[Row], others: list[Row]) -> tuple[list[Row], list[str], dict[int, int]]:
-    """Add the values of `others` to the matching tokens of `rows`. Values are missing where the tokens differ.
-
-    If `rows` and `others` are single rows of different trajectories, both are shown, with their common prefix length.
-
-    Returns:
-        The rows to show, notes for the page, and a mapping from row index to the index of the first differing token.
-    """
-    notes: list[str] = []
-    if len(rows) == len(others) == 1 and rows[0].id != others[0].id:
-        a, b = rows[0].keys, others[0].keys
-        n = min(len(a), len(b))
-        differ = np.flatnonzero(a[:n] != b[:n])
-        shared = int(differ[0]) if len(differ) else n
-        notes.append(f"{rows[0].id} and {others[0].id} share their first {count(shared, 'token')}")
-        return [*rows, *others], notes, {0: shared, 1: shared}
-    by_id: dict[str, list[Row]] = {}
-    for other in others:
-        by_id.setdefault(other.id, []).append(other)
-    alone, differing = [], 0
-    for row in rows:
-        match = by_id.pop(row.id, None)
-        if match is None:
-            alone.append(row.id)
-            continue
-        names = sorted({name for other in match for name in other.signals})
-        for name in names:
-            values = np.full(len(row.ids), np.nan, np.float32)
-            for other in match:
-                lo = max(row.start, other.start)
-                hi = min(row.start + len(row.ids), other.start + len(other.ids))
-                if hi > lo:
-                    mine, theirs = slice(lo - row.start, hi - row.start), slice(lo - other.start, hi - other.start)
-                    same = row.keys[mine] == other.keys[theirs]
-                    differing += int((~same).sum()) if name == names[0] else 0
-                    values[mine] = np.where(same, other.signals[name][theirs], np.nan)
-            row.signals[f"{name} ′"] = values
-            if name in row.signals:
-                with np.errstate(invalid="ignore"):
-                    row.signals[f"Δ {name}"] = values - row.signals[name]
-    if alone:
-        notes.append(f"not in compare: {some(alone)}")
-    if by_id:
-        notes.append(f"only in compare, not shown: {some(list(by_id))}")
-    if differing:
-        notes.append(f"{count(differing, 'token')} of the same trajectory differ between the two; shown as missing")
-    return rows, notes, {}
 
 
 def some(names: list[str]) -> str:

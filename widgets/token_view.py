@@ -10,6 +10,7 @@ import traitlets
 
 from ._base import View
 from ._format import count, number, pack, sendable
+from ._token_compare import compare_rows
 from ._token_page import page
 from ._tokens import (
     ALIASES,
@@ -17,7 +18,6 @@ from ._tokens import (
     Row,
     Selection,
     Span,
-    compare_rows,
     describe,
     flags,
     is_trajectory,

@@ -185,7 +185,8 @@ class Learner(Displayable):
         seed: int,
         detail: bool,
     ) -> Stats:
-        config = PPOConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(PPOConfig)})
+        names = [field.name for field in dataclasses.fields(PPOConfig)]
+        config = PPOConfig(**{name: getattr(config, name) for name in names})
         with self._lock:
             self._check_unchanged()
             sent = _put("the batch or its settings", (batch, config))
@@ -344,7 +345,14 @@ class _Process:
         self._store = _TCPStore(host, 0, is_master=True, wait_for_workers=False)
         return host, self._store.port
 
-    def join(self, rank: int, size: int, address: tuple[str, int], policy: Policy, lr: float) -> dict[str, Any]:
+    def join(
+        self,
+        rank: int,
+        size: int,
+        address: tuple[str, int],
+        policy: Policy,
+        lr: float,
+    ) -> dict[str, Any]:
         import accelerate
 
         cuda = torch.cuda.is_available()
@@ -365,7 +373,11 @@ class _Process:
         groups = self.optimizer.state_dict()["param_groups"]
         return [{name: value for name, value in group.items() if name != "params"} for group in groups]
 
-    def load(self, sent: tuple[dict[str, Tensor], int, dict[str, Any] | None], lr: float) -> list[dict[str, Any]]:
+    def load(
+        self,
+        sent: tuple[dict[str, Tensor], int, dict[str, Any] | None],
+        lr: float,
+    ) -> list[dict[str, Any]]:
         weights, version, state = sent
         self.policy.load_state(weights, version)
         self.optimizer = adamw(self.policy, lr)
@@ -407,7 +419,14 @@ class _Process:
             weights = {}
         return result, self.policy.version, {k: v.detach().cpu() for k, v in weights.items()}
 
-    def score(self, number: int, batch: Batch, sent: list[Any] | None, what: ScoreName, micro: int | None) -> Any:
+    def score(
+        self,
+        number: int,
+        batch: Batch,
+        sent: list[Any] | None,
+        what: ScoreName,
+        micro: int | None,
+    ) -> Any:
         group = WorkerGroup(self.accelerator)
         return self._agree(number, lambda: group.score(self._referred(sent) or self.policy, batch, what, micro))
 
