@@ -49,8 +49,8 @@ def workers(agent: Agent, n: int, *, timeout: float = 300.0, **options: Any) -> 
     Raises:
         SettingsError: If Ray is not connected, a part of the agent cannot be pickled, or the processes cannot start.
     """
-    ray = connected()
     check_count("n", n)
+    ray = connected()
     copy = agent.replace(watch=None)
     try:
         sent = ray.put(copy)
