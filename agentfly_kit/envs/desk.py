@@ -18,12 +18,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly_kit.envs.family import Family, Move, first_world, int_field, row_id
-from agentfly_kit.errors import SettingsError, ToolError
+from agentfly_kit.envs.family import Family, Move, check_kinds, first_world, int_field, row_id
+from agentfly_kit.envs.shapes import COLOURS
+from agentfly_kit.errors import ToolError
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
-COLOURS = {"red": (216, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 216), "yellow": (228, 196, 36)}
 KINDS = ("click", "tick", "type", "scroll")
 # Sides in pixels of the screen, of a cell that `click` counts, and of a slot, which holds one widget.
 SIDE, CELL, SLOT = 64, 8, 16
@@ -191,8 +191,7 @@ def rows(n: int, split: str, seed: int = 0, *, kinds: Sequence[str] = KINDS) -> 
 
     Raises:  SettingsError for an unknown kind.
     """
-    if isinstance(kinds, str) or not kinds or not set(kinds) <= set(KINDS):
-        raise SettingsError(f"kinds must be a list with some of {', '.join(map(repr, KINDS))}, got {kinds!r}")
+    check_kinds(kinds, [*KINDS])
     found = []
     for i in range(n):
         kind = kinds[i % len(kinds)]

@@ -222,6 +222,12 @@ class Family(Displayable):
 # --- generating rows -----------------------------------------------------------------------------
 
 
+def check_kinds(kinds: Sequence[str], known: Sequence[str]) -> None:
+    """Raise SettingsError unless `kinds` is a list with some of the known kinds of tasks."""
+    if isinstance(kinds, str) or not kinds or not set(kinds) <= set(known):
+        raise SettingsError(f"kinds must be a list with some of {', '.join(map(repr, known))}, got {kinds!r}")
+
+
 def row_id(prefix: str, split: str, seed: int, number: int) -> str:
     """Return the id of a row, such as "math-test-0003", or "math-test-7-0003" for seed 7."""
     return f"{prefix}-{split}-{'' if seed == 0 else f'{seed}-'}{number:04}"

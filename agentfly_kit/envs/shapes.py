@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly_kit.envs.family import Family, Move, first_world, row_id
-from agentfly_kit.errors import SettingsError, TaskError, ToolError
+from agentfly_kit.envs.family import Family, Move, check_kinds, first_world, row_id
+from agentfly_kit.errors import TaskError, ToolError
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, images_of
 
@@ -95,8 +95,7 @@ def rows(n: int, split: str, seed: int = 0, *, kinds: Sequence[str] = tuple(KIND
 
     Raises:  SettingsError for an unknown kind.
     """
-    if isinstance(kinds, str) or not kinds or not set(kinds) <= set(KINDS):
-        raise SettingsError(f"kinds must be a list with some of {', '.join(map(repr, KINDS))}, got {kinds!r}")
+    check_kinds(kinds, [*KINDS])
     found = []
     for i in range(n):
         kind = kinds[i % len(kinds)]

@@ -19,7 +19,8 @@ from torch import Tensor
 import agentfly_kit as af
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.envs import desk
-from agentfly_kit.envs.desk import CELL, COLOURS, Screen
+from agentfly_kit.envs.desk import CELL, Screen
+from agentfly_kit.envs.shapes import COLOURS
 from agentfly_kit.tiny import END
 from agentfly_kit.types import ToolCall
 from recipes import shapes

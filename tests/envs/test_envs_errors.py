@@ -46,7 +46,7 @@ test_errors = errors.rejected(
     (
         lambda: af.envs.alfworld.tasks(1, "test", kinds=("cook",)),
         af.errors.SettingsError,
-        "kinds must be one or more of ",
+        "kinds must be a list with some of ",
     ),
     (lambda: af.envs.alfworld.game_of(BARE), af.errors.SettingsError, "field 'game' is missing"),
     (

@@ -17,7 +17,7 @@ from agentfly_kit._async import threads
 from agentfly_kit.envs.alfworld import games, official, plans
 from agentfly_kit.envs.alfworld.games import KINDS, Game, Size
 from agentfly_kit.envs.alfworld.house import NOTHING, House
-from agentfly_kit.envs.family import Family, Move, first_world, int_field, row_id
+from agentfly_kit.envs.family import Family, Move, check_kinds, first_world, int_field, row_id
 from agentfly_kit.errors import SettingsError, check_count
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.tools.tool import tool
@@ -160,8 +160,7 @@ def rows(
         size: "full", or "small" for houses with few receptacles.
         kinds: task types to include; the rows cycle through them.
     """
-    if not kinds or not set(kinds) <= set(KINDS):
-        raise SettingsError(f"kinds must be one or more of {', '.join(KINDS)}, got {tuple(kinds)!r}")
+    check_kinds(kinds, KINDS)
     first = first_world(split, seed)
     first -= first % len(KINDS)
     prefix = split if size == "full" else f"{split}-{size}"

@@ -68,7 +68,7 @@ class Learner(Displayable):
 
     Attributes:
         policy: The policy, with the weights of the last step.
-        optimizer: Stands for the optimizer of the processes; `optimizer.param_groups` has the learning rates.
+        optimizer: The optimizer of the processes. Its `param_groups` contain the learning rates.
         nodes: Host name and process id of each process.
     """
 
@@ -312,7 +312,7 @@ def _result(found: list[Any]) -> Any:
 
 
 class _RemoteOptimizer:
-    """What `train` uses of an optimizer, for the optimizer of the processes."""
+    """Optimizer of the processes, with the attributes and methods that `train` uses."""
 
     def __init__(self, learner: Learner) -> None:
         self._learner = learner
