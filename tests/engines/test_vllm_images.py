@@ -30,6 +30,7 @@ async def test_which_engines_read_images_and_what_they_send(tmp_path: Path, monk
     monkeypatch.setattr("agentfly_kit.chat.images.load_processor", lambda *given: 1 / 0)
     unsupported = af.VLLMEngine(tmp_path)
     assert (unsupported.images, unsupported.chat.reader, unsupported._logit_bias) == (0, None, None)
+    assert unsupported.image_obstacle.endswith("(ZeroDivisionError: division by zero)")
     text = af.VLLMEngine(agents.random_policy())
     assert text.images == 0 and text._logit_bias is None
     await errors.check(lambda: agent(policy, engine=text).rollout(TASKS), af.errors.SettingsError, "reads no images")

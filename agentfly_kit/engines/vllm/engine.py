@@ -94,6 +94,7 @@ class VLLMEngine(Engine):
         # Config of the language model, if the model has other parts.
         self._text_config = self._config.get_text_config()
         self._stop_ids = tuple(stop_ids) if stop_ids is not None else None
+        self._reader_error = ""
         self._initial_version = int(read_json(Path(self.model) / "policy.json").get("version", 0))
         self._version = self._initial_version
         self._host: Host | None = None
@@ -148,11 +149,11 @@ class VLLMEngine(Engine):
             return None
         from agentfly_kit.chat.images import load_processor
 
+        # Text can be sampled from any model. Errors of the tokenizer are raised without images, too.
         try:
             return cast(Chat, make(processor=load_processor(self.model, tokenizer, self._config)))
-        except (
-            Exception
-        ):  # text can be sampled from any model; errors of the tokenizer are raised without images, too
+        except Exception as error:
+            self._reader_error = f"{type(error).__name__}: {error}"
             return None
 
     @property
@@ -164,7 +165,9 @@ class VLLMEngine(Engine):
     def image_obstacle(self) -> str:  # type: ignore[override]
         if not hasattr(self._config, "vision_config"):
             return "the model has no vision tower"
-        return "" if self.chat.reader is not None else "the model has no supported image processor"
+        if self.chat.reader is not None:
+            return ""
+        return f"the model has no supported image processor ({self._reader_error})"
 
     @functools.cached_property
     def _logit_bias(self) -> dict[int, float] | None:
