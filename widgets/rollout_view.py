@@ -77,8 +77,6 @@ class RolloutView(ChainsView, LiveView):
         self._finished: deque[tuple[float, int]] = deque()
         self._ids: list[str] = []
         self._prefix = 0
-        # Weak reference to the rollout shown last, and the training step of that rollout.
-        self._last: Any = lambda: None
         self._step = ""
         super().__init__(run, None if self._training else run.subscribe)
         self.refresh()
@@ -107,10 +105,11 @@ class RolloutView(ChainsView, LiveView):
         run = self.record
         if not self._training or run is None:
             return run
-        current = run.rollout
-        if current is not None and current is not self._last():
-            self._last, self._step = weakref.ref(current), f"step {len(run.records) + 1} of {run.total}"
-        return self._last()
+        if run.latest_rollout is None:
+            return None
+        step, handle = run.latest_rollout
+        self._step = f"step {step} of {run.total}"
+        return handle
 
     def refresh(self) -> None:
         """Send the current state to the page immediately."""
@@ -125,8 +124,6 @@ class RolloutView(ChainsView, LiveView):
                 }  # fmt: skip
             elif run is None:
                 self._about = {**self._about, "gone": True}
-            elif self._about["total"]:  # replaced by another rollout, such as an evaluation
-                self._about = {**self._about, "state": self._state("between rollouts"), "rate": None, "left": None}
             return
         s = handle.snapshot()
         with self.hold_sync():

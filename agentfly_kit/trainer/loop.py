@@ -128,6 +128,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         records: Records of the steps so far.
         total: Total number of steps of the run.
         rollout: Training rollout in progress, for live views; None between rollouts.
+        latest_rollout: Step number and handle of the last training rollout that was started, or None.
         stopping: True if the run stops after the current iteration.
         state: "not started", "running", "paused", "stopping", "done", "stopped", "interrupted" or "failed".
         iterating: True during an iteration. Between iterations, another handle may continue the run.
@@ -143,9 +144,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self.agent, self.policy, self.config = sampler.agent, sampler.policy, sampler.config
         self.eval_tasks = eval_tasks
         self.total = self.config.steps
-        self.stopping = False
-        self._sampler, self._updater = sampler, updater
-        self._workers = sampler.workers
+        self._sampler, self._updater, self._workers = sampler, updater, sampler.workers
         self._progress = self._watched = progress
         self._bar: Any = None
         self._temporary = run is None
@@ -175,8 +174,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._state = LoopState(0, self.config.kl_coef)
         # Number of steps that this handle has yielded and does not yield again when the run continues.
         self._steps_yielded = 0
-        self._prepared = False
-        self.iterating = False
+        self._prepared = self.iterating = self.stopping = False
         self.error: Exception | None = None
         self.resumed_from = 0
         # Number of steps in the last checkpoint; None until a checkpoint is loaded or written.
@@ -206,6 +204,10 @@ class TrainRun(Handle["TrainRun"], Displayable):
     @property
     def rollout(self) -> RolloutHandle | None:
         return self._sampler.handle
+
+    @property
+    def latest_rollout(self) -> tuple[int, RolloutHandle] | None:
+        return self._sampler.latest
 
     @property
     def state(self) -> str:

@@ -37,6 +37,7 @@ class RolloutSampler:
 
     Attributes:
         handle: Training rollout in progress; None between rollouts.
+        latest: Step number and handle of the most recently started training rollout; None before the first.
         rollout_workers: Processes that run the groups of rollouts and evaluations, or None for this process.
     """
 
@@ -53,11 +54,12 @@ class RolloutSampler:
         self.agent, self.policy, self.tasks, self.config, self.workers = agent, policy, tasks, config, workers
         self.task_sampler = TaskSampler(tasks, config.tasks_per_step, config.seed, config.difficulty)
         self.handle: RolloutHandle | None = None
+        self.latest: tuple[int, RolloutHandle] | None = None
         # Agent whose engine has a copy of the weights, so that an update does not affect it.
         self._prefetch_agent: Agent | None = None
         self._paused = False
         # The most recently started rollout, including evaluations and greedy rollouts.
-        self._latest: RolloutHandle | None = None
+        self._started: RolloutHandle | None = None
 
     @functools.cached_property
     def tasks_digest(self) -> str:
@@ -78,13 +80,13 @@ class RolloutSampler:
 
     def _current(self) -> list[RolloutHandle]:
         """Return the rollouts that may be running. With `overlap`, an evaluation and prefetching run concurrently."""
-        return [rollout for rollout in (self.handle, self._latest) if rollout is not None]
+        return [rollout for rollout in (self.handle, self._started) if rollout is not None]
 
     def _pausable(self, agent: Agent, **changes: Any) -> Agent:
         """Return a copy of an agent, whose rollouts are paused and resumed together with the run."""
 
         def watch(rollout: RolloutHandle) -> None:
-            self._latest = rollout
+            self._started = rollout
             if self._paused:
                 rollout.pause()
             if agent.watch is not None:
@@ -137,6 +139,7 @@ class RolloutSampler:
     async def _run_rollout(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
         """Run the part of a rollout that is assigned to this process."""
         self.handle = RolloutHandle(self._pausable(agent), self.request(tasks, index, purpose), self.rollout_workers)
+        self.latest = index + 1, self.handle
         try:
             rollout = await self.handle
             return rollout.sum_turn_rewards() if self.config.sum_turn_rewards else rollout

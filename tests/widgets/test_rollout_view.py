@@ -185,11 +185,18 @@ async def test_a_training_run_shows_the_rollout_of_its_step(tmp_path: Any) -> No
     click(view, "stop")
     await training
     assert len(run.records) < 1000
-    # The chains of the last rollout stay visible, with their results.
+    # The chains of the last rollout stay visible with their results, even if it was shorter than the update interval.
     await until(lambda: view._about["state"] == "stopped")
     assert view._about["step"] == f"step {len(run.records)} of 1000"
     assert view.counts["done"] == view._about["total"] > 0
     check_static(view)
+
+
+async def test_a_view_opened_after_the_training_shows_its_last_rollout() -> None:
+    run = await started(None, 2)
+    view = w.RolloutView(run)
+    assert (view._about["step"], view._about["state"]) == ("step 2 of 2", "done")
+    assert view.counts["done"] == view._about["total"] == 4
 
 
 async def test_a_chain_that_is_over_is_opened_from_its_lane() -> None:
