@@ -1,8 +1,8 @@
-"""Command-line agents in a sandbox, which reach the policy through a port of the sandbox's own loopback interface.
+"""Run command-line agents that reach the policy through a port on the loopback interface of their sandbox.
 
-The zygote opens the port. In a local sandbox, it passes the listening socket to this process: a socket belongs to the
-network namespace in which it was created, so this process accepts the connections that are made inside, and neither a
-forwarder nor a file is needed. In a container, the connections are tunnelled through its standard input and output.
+The sandbox's zygote process opens the port. A local zygote passes the listening socket to this process. A socket stays
+in the network namespace in which it was created, so this process accepts connections made inside the sandbox.
+Connections in a container are tunnelled through the container's standard input and output.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ async def run_agent(
 
 @asynccontextmanager
 async def _port(sandbox: ShellSandbox, accept: Accept) -> AsyncIterator[int]:
-    """Open a port of the sandbox's loopback interface, and pass every connection to it to `accept`."""
+    """Open a port on the sandbox's loopback interface, and pass every connection to `accept`."""
     async with AsyncExitStack() as stack:
         async with sandbox._exclusive():
             if sandbox.isolation == "landlock":
                 raise IsolationError(
-                    "an agent needs isolation='strict' or an af.Container, got 'landlock', which allows no sockets, so "
-                    "that the agent cannot reach its endpoint; af.sandbox_report() says how to make 'strict' available"
+                    "isolation must be 'strict' or an af.Container to run an agent, got 'landlock', which allows no "
+                    "sockets; af.sandbox_report() says how to make 'strict' available"
                 )
             handle = sandbox._handle
             if isinstance(handle, ContainerProcess) and handle.stream is not None:

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 CONTROL_SECONDS = 5.0  # a sandbox that takes longer to reset is considered broken
 GRACE_SECONDS = 0.5  # time between the interrupt, which preserves variables, and the kill
 _POLL_SECONDS = 0.25  # how often the CPU time of a running call is checked
-# A call that exceeds its time limit only because its processes are held up may take this many times longer, plus
-# `_HELD_UP_SECONDS`. After that, it is stopped and its chain is not scored.
+# A call whose processes are held up may take at most its time limit times `_HELD_UP_FACTOR` plus `_HELD_UP_SECONDS`. A
+# longer call is stopped, and its chain is not scored.
 _HELD_UP_FACTOR, _HELD_UP_SECONDS = 10, 30.0
-_MAX_OUTPUT_FACTOR = 256  # stop a call once it has printed this many times max_output
+_MAX_OUTPUT_FACTOR = 256  # stop a call that prints more than this multiple of max_output
 _CHUNK = 65536
 _ENDED = "the code terminated the sandbox"
 ENDED_BY_CODE = SandboxResult(error=_ENDED, died=True, files_lost=True)
@@ -34,7 +34,7 @@ OUT_OF_MEMORY = "the machine ran out of memory and killed a process of the sandb
 
 
 class JSONLines:
-    """Reader of JSON objects, one per line, from a non-blocking socket. It limits the size of untrusted input."""
+    """Read untrusted JSON objects, one per line and of limited size, from a non-blocking socket."""
 
     def __init__(self, source: socket.socket, max_bytes: int = 2**20) -> None:
         self.socket = source
@@ -43,7 +43,7 @@ class JSONLines:
         self.ended = False
 
     def read(self) -> list[dict[str, Any]]:
-        """Return the messages received since the last call. Raises EOFError at end of file, ValueError for bad data."""
+        """Return the messages received since the last call. Raises EOFError at the end, ValueError for invalid data."""
         while True:
             try:
                 data = self.socket.recv(_CHUNK)
@@ -76,7 +76,7 @@ class JSONLines:
 
 
 class Watch:
-    """Callbacks for file descriptors and timers of an event loop, and a future `done` for the awaited message."""
+    """Callbacks on an event loop that wait for a message, which becomes the result of the future `done`."""
 
     def __init__(self, watches: set[Watch]) -> None:
         self.loop = asyncio.get_running_loop()
@@ -118,7 +118,7 @@ class Watch:
 
 
 class Call(Watch):
-    """A running call: sends the request, and collects output until the interpreter replies, exits or is killed."""
+    """A running call. It sends the request and collects output until the interpreter replies, exits or is killed."""
 
     def __init__(self, sandbox: Sandbox, request: bytes, timeout: float) -> None:
         super().__init__(sandbox._watches)
@@ -132,7 +132,7 @@ class Call(Watch):
         self.printed = (bytearray(), bytearray())
         self.discarded = 0
         self.truncated = self.timed_out = False
-        # The interpreter has replied, even if the caller was cancelled before it took the reply.
+        # True if the interpreter has replied, even if the caller was cancelled before receiving the reply
         self.answered = False
         # True if the interpreter has sent something other than replies, or closed its socket
         self.violated = False
@@ -141,8 +141,8 @@ class Call(Watch):
         self.began = time.perf_counter()
         self.usage = handle.usage
         self.cpu_before = self.usage.cpu_seconds()
-        # Time in seconds that the code itself has used up to `sampled_at`, and time during which it may have stopped
-        # itself; see `sample`.
+        # `own` is the time in seconds that the code itself has used until `sampled_at`; `unclear` is the time during
+        # which the code may have stopped itself.
         self.own, self.unclear, self.sampled_at, self.cpu_sampled = 0.0, 0.0, self.began, self.cpu_before
         # True if the call was stopped although its code had not used up its time
         self.held_up = False
@@ -151,7 +151,7 @@ class Call(Watch):
         for pipe, kept in zip(self.pipes, self.printed, strict=True):
             self.on_readable(pipe, functools.partial(self.read_pipe, pipe, kept))
         self.after_own(timeout, self.on_timeout)
-        # Needed even without a CPU limit: a timer wakes the event loop, which then handles interrupts of a notebook.
+        # Poll even without a CPU limit: the event loop handles the interrupts of a notebook only when a timer wakes it.
         self.after(_POLL_SECONDS, self.poll)
 
     # --- input and output
@@ -181,7 +181,7 @@ class Call(Watch):
             # The interpreter died (its parent, the zygote, reports it), closed the socket, or violated the protocol.
             self.remove(self.replies.socket.fileno())
             if not self.replies.ended:
-                # A container's zygote reports the exit only after all data that the interpreter has sent.
+                # In a container, the exit is reported only after all data from the interpreter has been read.
                 self.on_readable(self.replies.socket.fileno(), self.discard_replies)
             self.violated = True
             if not self.done.done():
@@ -234,8 +234,7 @@ class Call(Watch):
     def sample(self) -> None:
         """Add the time since the last sample to `own`, or only the CPU time if the processes were held up.
 
-        A correct answer must not be scored as a timeout because the machine was busy, whereas time in which the code
-        sleeps or waits counts.
+        A busy machine must not turn a correct answer into a timeout. Time in which the code sleeps or waits does count.
         """
         now, report = time.perf_counter(), self.usage.activity(self.sandbox.pid or 0)
         elapsed = now - self.sampled_at
@@ -247,7 +246,7 @@ class Call(Watch):
             used = 0.0 if cpu is None or self.cpu_sampled is None else cpu - self.cpu_sampled
             passed = min(elapsed, max(0.0, used))
             self.unclear += 0.0 if set("R!") & set(states) else elapsed - passed
-            limits.extend(now - (elapsed - passed), now)  # the limit of the tool that makes this call
+            limits.extend(now - (elapsed - passed), now)  # also extend the tool's time limit
         else:
             # A late sample means that this process itself was held up.
             passed = min(elapsed, 2 * _POLL_SECONDS)
@@ -255,7 +254,7 @@ class Call(Watch):
         self.sampled_at, self.cpu_sampled = now, cpu
 
     def after_own(self, seconds: float, call: Callable[[], object]) -> None:
-        """Call a function once the code has used `seconds` more. Kill the code if it is held up for very long."""
+        """Call a function after the code has used another `seconds` seconds. Kill code that is held up for too long."""
         end, last = self.own + seconds, time.perf_counter() + _HELD_UP_FACTOR * seconds + _HELD_UP_SECONDS
 
         def check() -> None:
@@ -269,7 +268,7 @@ class Call(Watch):
             elif time.perf_counter() < last:
                 self.after(max(end - self.own, 0.01), check)
             else:
-                # Otherwise, a policy could avoid a bad reward by stopping its own process.
+                # Count `unclear` as used: otherwise, a policy could avoid a bad reward by stopping its own process.
                 self.held_up = self.limit is None and self.own + self.unclear < end
                 self.timed_out |= self.limit is None
                 self.limit = self.limit or "time"
@@ -333,22 +332,22 @@ class Call(Watch):
         if reply is None:
             sandbox._has_interpreter, sandbox._unreported = False, None
             if not sandbox._closed and not sandbox.alive:
-                # The interpreter's parent, the zygote, has exited too. This can be caused by exceeding a limit, for
-                # example by a fork bomb that could not be killed. Otherwise, it may have been killed from outside.
+                # The interpreter's parent, the zygote, has exited too. An exceeded limit can cause this, for example by
+                # a fork bomb that could not be killed. Otherwise, the zygote may have been killed from outside.
                 if limit is None:
                     sandbox._check_not_ended_from_outside()
                 sandbox._drop()
                 files_lost = True
             if self.held_up:
                 raise SandboxError(
-                    f"the code was killed after {seconds:.0f} s, although it had not used its {self.timeout:g} s: its "
+                    f"the code was killed after {seconds:.0f} s, before it had used its {self.timeout:g} s: its "
                     "processes were stopped, or the machine was busy"
                 )
         fields = reply or {}
         value, error, error_type = (_encodable(fields.get(name)) for name in ("value", "error", "type"))
         if reply is None:
             error = death_message(limit, self.status, self.timeout, sandbox._closed)
-        # Shorter already, unless the code inside forged the reply.
+        # The texts are already shorter, unless the code inside forged the reply.
         max_chars = 4 * sandbox.max_output
         return SandboxResult(
             stdout=self.printed[0].decode("utf-8", "replace"),
@@ -389,7 +388,7 @@ def _readable_bytes(pipe: int) -> int:
 
 
 def _encodable(text: object) -> str | None:
-    """Return untrusted text with lone surrogates replaced, so that it can be encoded; None if it is not a string."""
+    """Replace lone surrogates, which cannot be encoded, in untrusted text. Return None if it is not a string."""
     return text.encode("utf-8", "replace").decode() if isinstance(text, str) else None
 
 

@@ -35,14 +35,14 @@ class FileSandbox(ShellSandbox):
     """Sandbox with a folder, file operations (read, write, edit, list, grep, undo), and a shell (`run(command)`).
 
     Args:
-        files: initial content of the folder, which each reset restores. Either a dict from paths to text or bytes, or a
-            folder of this machine, which is copied and never written. `await seed(...)` adds files for one task.
+        files: initial content of the folder, restored by each reset: a dict from paths to text or bytes, or a folder on
+            this machine, which is copied and never modified. `await seed(...)` adds files for one task.
 
     Other arguments are those of ShellSandbox. A pool of FileSandbox also serves tools that request a ShellSandbox; a
     chain's file and shell tools then share one folder. `agentfly_kit.toolbox` provides such tools.
 
-    Paths are relative to the folder. Those that lead out of it, for example through links, are rejected. A failed
-    operation raises ToolError with a message for the model.
+    Paths are relative to the folder. Paths that lead out of the folder, for example through links, are rejected. A
+    failed operation raises ToolError with a message for the model.
     """
 
     _inside_files = ("base", "processes", "shell", "files")
@@ -59,7 +59,7 @@ class FileSandbox(ShellSandbox):
         """Add files for the current task, overwriting existing ones. A reset removes them; `undo` does not.
 
         Args:
-            files: a dict from paths to text or bytes, or a folder of this machine.
+            files: a dict from paths to text or bytes, or a folder on this machine.
 
         Raises:  SettingsError for invalid `files`; SandboxError if the files do not fit in the sandbox.
         """
@@ -88,14 +88,15 @@ class FileSandbox(ShellSandbox):
     async def edit(self, path: str, old: str, new: str) -> str:
         """Replace `old`, which must occur exactly once, with `new`, and return the new lines with their context.
 
-        Raises:  ToolError, with the closest match or line numbers, if `old` is missing or occurs more than once.
+        Raises:  ToolError if `old` is missing or occurs more than once. The message shows the closest match or the
+                 lines.
         """
         return str(await self._request("edit", path=path, old=old, new=new))
 
     async def list(self, path: str = ".", depth: int = 2) -> tuple[str, ...]:
         """List the paths below a folder, with a trailing slash for folders.
 
-        At most 1000 are listed. If there are more, the last entry states how many were omitted.
+        At most 1000 paths are listed. If there are more, the last entry states how many are omitted.
 
         Args:
             path: the folder to list.
@@ -118,5 +119,5 @@ class FileSandbox(ShellSandbox):
         return tuple(GrepMatch(str(name), int(line), str(text)) for name, line, text in reply["found"])
 
     async def undo(self, path: str | None = None) -> str:
-        """Undo the last write or edit (of `path`, if given) and return a summary. Up to 8 MB of history are kept."""
+        """Undo the last write or edit, of `path` if it is given, and return a summary. The history holds up to 8 MB."""
         return str(await self._request("undo", path=path))

@@ -1,7 +1,8 @@
-"""Run tests against code written by a policy, in new processes in which no earlier code of the policy has run.
+"""Run tests against code written by a policy, in new processes that have not run any earlier code of the policy.
 
-This module runs on the host. It relays requests from the tests (inside/grading_tests.py) to the submission
-(inside/submission.py) and returns the answers. It also compares the output of whole programs with the expected output.
+This module runs on the host. `Grading` relays requests from the tests (inside/grading_tests.py) to the submission
+(inside/submission.py) and returns the answers. Whole programs are graded by comparing their output with the expected
+output.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Verdict(Displayable):
 
     Attributes:
         passed: True if the test passed.
-        error: Why the test failed; None if it passed.
+        error: Reason why the test failed; None if it passed.
         limit: The limit that stopped the submission or the test, if any.
         stdout: Output of the submission during the test, up to max_output bytes.
         seconds: Duration of the test.
@@ -50,7 +51,7 @@ class Grade(Displayable):
 
     Attributes:
         verdicts: One Verdict per test.
-        error: Why the submission could not be loaded, or None. Never quotes the tests.
+        error: Reason why the submission could not be loaded, or None. It never quotes the tests.
     """
 
     verdicts: tuple[Verdict, ...]
@@ -179,23 +180,22 @@ class Grader(Startable):
             setup: Python code to run once before the tests, in their interpreter. The tests can use its definitions.
             names: names to take from the submission even if Python has built-ins of these names, such as `sum`. Other
                 names that a test uses but does not define are always looked up in the submission.
-                `from solution import add` works as well.
+                A test can also import names, as in `from solution import add`.
             module: name of the submission's module.
             modules: names of modules in `files` that tests may import. They run in the submission's interpreter.
             files: files for the submission's working directory: a dict from paths to contents, or a folder.
             timeout: seconds for loading the submission, and for each test.
             total: seconds for the whole call.
 
-        Only data is exchanged between tests and submission: None, bool, numbers, str, bytes, dates and times, UUIDs,
-        list, tuple, set, dict.
-        Arguments are copied, so a test does not see the submission modify a list passed to it. Other objects stay in
-        the submission's process, and the test gets a proxy. A test can call a proxy, read and set its attributes and
-        items, iterate over it, and take its `len`, `str` and truth value, but not compare it, because `==` would run
-        the submission's code. A test cannot pass a function to the submission. Built-in exceptions are re-raised in the
-        test with their own type; others, and exits, as SubmissionError.
+        Tests and submission can exchange only data: None, bool, numbers, str, bytes, dates and times, UUIDs, list,
+        tuple, set and dict. Arguments are copied, so a test does not see the submission modify a list passed to it.
+        Other objects stay in the submission's process, and the test gets a proxy. A test can call a proxy, read and set
+        its attributes and items, iterate over it, and take its `len`, `str` and truth value, but not compare it,
+        because `==` would run the submission's code. A test cannot pass a function to the submission. A built-in
+        exception is re-raised in the test with its own type. Other exceptions and exits are raised as SubmissionError.
 
         Raises:  SettingsError for invalid tests (a syntax error, or a setup that fails before it has used the
-                 submission); SandboxError for failures of the host. Failures of the submission result in verdicts.
+                 submission); SandboxError for failures of the host. Failures of the submission only fail tests.
         """
         cases = list(tests)
         _check(source, cases, timeout, total)
@@ -214,7 +214,7 @@ class Grader(Startable):
             return Grade(tuple(verdicts), run.load_error)
 
     async def run(self, source: str, stdin: str = "", timeout: float = 5.0) -> SandboxResult:
-        """Run a whole program in a fresh process and return its output and how it ended.
+        """Run a whole program in a fresh process and return its result.
 
         Args:
             source: source code of the program.
@@ -267,7 +267,7 @@ class InvalidTest(Exception):
 
 
 class NoAnswer(Exception):
-    """Raised when an interpreter does not answer. The verdict contains its message and the exceeded `limit`."""
+    """Raised when an interpreter does not answer. The verdict contains the message and the exceeded `limit`."""
 
     def __init__(self, text: str, limit: Limit | None = None) -> None:
         super().__init__(text)
@@ -275,7 +275,7 @@ class NoAnswer(Exception):
 
 
 class _Half(HostedSandbox):
-    """One of the two interpreters of a Grader: that of the tests or that of the submission."""
+    """One of the two interpreters of a Grader, which runs either the tests or the submission."""
 
     def __init__(self, program: str, **settings: Any) -> None:
         super().__init__(**settings)
@@ -377,7 +377,7 @@ class Grading:
         return Verdict(error is None, error, limit, self.stdout, time.perf_counter() - began)
 
     async def prepare(self) -> None:
-        """Prepare the tests' interpreter and run the setup code in it, unless this was already done."""
+        """Prepare the tests' interpreter and run the setup code in it, unless it is already prepared."""
         if self.are_tests_ready:
             return
         if not self.tests_are_new:

@@ -13,7 +13,8 @@ class PythonSandbox(Sandbox):
     """A persistent, confined Python interpreter.
 
     Call `await start()`, then `await run(code)` any number of times, `await reset()` for a clean interpreter (new
-    process, empty folder), and finally `await close()`. `async with PythonSandbox() as sandbox` starts and closes it.
+    process, empty folder), and finally `await close()`. `async with PythonSandbox() as sandbox` starts and closes a
+    sandbox.
 
     Args:
         isolation: "strict" (bubblewrap), "landlock" (no namespaces), "none" (a bare process with limits), a Container,
@@ -23,7 +24,7 @@ class PythonSandbox(Sandbox):
             library is available.
         preload: modules to import once, before interpreters are forked, so that every interpreter inherits them. For
             numpy, this saves 0.1 s per chain.
-        max_output: bytes to keep of each of stdout, stderr, value and error, per call.
+        max_output: maximum number of bytes kept of each of stdout, stderr, value and error in one call.
         limits: attributes of `agentfly_kit.sandboxes.host.limits.Limits`, such as memory_mb. `limit_mechanisms`
             describes how each limit is enforced.
 
@@ -39,23 +40,23 @@ class PythonSandbox(Sandbox):
     async def run(self, code: str, timeout: float = 5.0) -> SandboxResult:
         """Run code in the interpreter. The result's `value` is the repr of the last expression.
 
-        After `timeout` seconds the code receives a KeyboardInterrupt, which preserves its variables. If it is still
-        running half a second later, it is killed, and the next call gets a new interpreter with the same files. The
-        time during which its processes are stopped or wait for a CPU does not count, so that results do not depend on
-        the load of the machine.
+        After `timeout` seconds the code receives a KeyboardInterrupt, which preserves its variables. Code that is still
+        running half a second later is killed, and the next call gets a new interpreter with the same files. Time during
+        which the code's processes are stopped or wait for a CPU does not count, so results do not depend on the load of
+        the machine.
 
-        Variables, threads, child processes and signal handlers survive a call; its interval timers and alarms do not,
-        and the handlers of SIGINT and SIGXCPU, which the sandbox needs, are restored before each call.
+        Variables, threads, child processes and signal handlers survive a call; interval timers and alarms do not. The
+        sandbox restores its own handlers of SIGINT and SIGXCPU before each call.
 
         Raises:  SandboxError if the sandbox is closed or cannot be restarted, or if another process or the machine's
-                 out-of-memory killer has killed it before or during this call. Its variables are then lost, and
-                 `start()` starts it again. Also raised if the code was held up for more than 30 s and ten times
-                 `timeout`. Failures of the code itself are never raised.
+                 out-of-memory killer has killed it before or during this call. The variables are then lost, and
+                 `start()` starts the sandbox again. SandboxError is also raised if the processes were held up and the
+                 call took more than ten times `timeout` plus 30 s. Failures of the code itself are never raised.
         """
         check_value("timeout", timeout, limit="above 0")
         async with self._exclusive():
             earlier = self._history
-            self._history = (*earlier, (code, timeout, None))  # not replaced if this call is cancelled
+            self._history = (*earlier, (code, timeout, None))  # this entry remains if the call is cancelled
             result = await self._execute(code, timeout)
             if not (result.timed_out or result.died or result.limit == "output"):
                 self._history = (*earlier, (code, timeout, _digest(result)))

@@ -1,4 +1,4 @@
-"""Base class of all sandboxes: starts, calls, resets and closes a confined Python interpreter.
+"""Base class of all sandboxes, which starts, calls, resets and closes a confined Python interpreter.
 
 This module runs on the host and communicates with inside/zygote.py and inside/interpreter.py in the sandbox.
 Between calls, nothing is bound to an event loop, so successive calls may come from different loops.
@@ -36,7 +36,7 @@ _START_SECONDS = 30.0
 class Startable(Displayable, ABC):
     """Base class of async context managers that call `start` on entry and `close` on exit."""
 
-    # A cancelled call does not continue in the background, so a pool can reset such a sandbox and use it again.
+    # A cancelled call does not continue in the background, so a pool can reset the sandbox and use it again.
     ends_cancelled_calls = True
 
     @classmethod
@@ -106,7 +106,7 @@ class Sandbox(Startable):
         self._nonce = 0  # id of the running call
         self._own_seconds = 0.0  # sum of `Call.own` over all calls
         self._has_interpreter = False  # True while an interpreter is running
-        # An exit between two calls, which the next call reports
+        # Result for an exit between two calls, returned by the next call
         self._unreported: SandboxResult | None = None
         # Unsent part of a call that was cancelled while it ran
         self._abandoned: bytes | None = None
@@ -116,7 +116,7 @@ class Sandbox(Startable):
     # --- lifecycle ------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Start and set up the sandbox (about 30 ms). This has no effect if it is running.
+        """Start and set up the sandbox, which takes about 30 ms. Has no effect if it is already running.
 
         Raises:  IsolationError if the isolation level is unavailable, SandboxError if the process does not start.
         """
@@ -133,7 +133,7 @@ class Sandbox(Startable):
         future = spawner.submit(self._launch)
         try:
             level, handle = await asyncio.wrap_future(future)
-        except (asyncio.CancelledError, GeneratorExit):  # GeneratorExit: dropped together with a closed event loop
+        except (asyncio.CancelledError, GeneratorExit):  # GeneratorExit: the event loop was closed
             future.add_done_callback(_end_launched)  # the launch may be in progress on the other thread
             raise
         self._adopt(level, handle)
@@ -186,7 +186,7 @@ class Sandbox(Startable):
         """Override this to prepare a fresh interpreter before its first call. It is called while the lock is held."""
 
     async def reset(self) -> None:
-        """Kill all processes inside, empty the folders and set up a new interpreter (about 2 ms).
+        """Kill all processes inside, empty the folders and set up a new interpreter, which takes about 2 ms.
 
         Raises:  SandboxError if the reset fails; the sandbox is then dead.
         """
@@ -231,7 +231,7 @@ class Sandbox(Startable):
         try:
             await asyncio.shield(ending)
         except asyncio.CancelledError:
-            # This waits a few ms for the thread, because no process may outlive the event loop.
+            # Wait a few ms for the thread, because no process may outlive the event loop.
             handle.destroy()
             raise
 
@@ -270,7 +270,7 @@ class Sandbox(Startable):
 
     @asynccontextmanager
     async def _locked(self) -> AsyncIterator[None]:
-        """Hold the sandbox's lock: calls, resets and forks run one at a time in order of arrival, on any event loop."""
+        """Hold the lock: calls, resets and forks run one at a time, in order of arrival, on any event loop."""
         loop = asyncio.get_running_loop()
         before, mine = self._last, loop.create_future()
         if before is not None and (before.done() or before.get_loop() is not loop):
@@ -301,8 +301,9 @@ class Sandbox(Startable):
     def _check_not_ended_from_outside(self) -> bool:
         """Return True if the code ended its own sandbox. Raise SandboxError if it was ended from outside.
 
-        Code can end its sandbox only with isolation="none". The cause is then unknown, so it is attributed to the code
-        unless the machine ran out of memory. Otherwise a policy could escape a bad reward by killing its sandbox.
+        Code can end its sandbox only with isolation="none". At this level, the cause of an exit is unknown and is
+        attributed to the code unless the machine ran out of memory. Otherwise a policy could escape a bad reward by
+        killing its sandbox.
         """
         handle = self._handle
         if not self._call_count or handle is None or handle.dropped or self._closed:

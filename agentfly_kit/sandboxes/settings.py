@@ -27,7 +27,7 @@ def forward_signature(
             for name, parameter in inspect.signature(sandbox_type).parameters.items()
             if name not in own.parameters and name not in omit
         ]
-        # A signature of the class would also be that of subclasses that define `__init__`.
+        # Subclasses that define their own `__init__` would inherit a signature that is set on the class itself.
         cls.__init__.__signature__ = own.replace(parameters=[*named, *more])  # type: ignore[attr-defined]
         return cls
 

@@ -71,7 +71,7 @@ class ShellSandbox(HostedSandbox):
         """Run one or more lines of commands in the shell. Standard input is empty.
 
         After `timeout` seconds the command receives SIGINT and, if it is still running 0.2 s later, SIGKILL. The shell,
-        its variables and the background jobs of earlier commands survive. If this does not end the command, all
+        its variables and the background jobs of earlier commands survive. If the command still does not end, all
         processes in the sandbox are killed, and the next command gets a new shell with the same files.
 
         Raises:  SandboxError if the sandbox is closed or cannot be restarted. Failures of a command are not raised.
@@ -103,7 +103,7 @@ class ShellSandbox(HostedSandbox):
     async def run_agent(self, command: Sequence[str], endpoint: Any, timeout: float = 3600.0) -> ShellResult:
         """Run a command-line agent, which reaches the policy through an endpoint.
 
-        The agent gets the variables of `endpoint.env`, such as OPENAI_BASE_URL, with the address of a port of the
+        The agent gets the variables of `endpoint.env`, such as OPENAI_BASE_URL, with the address of a port on the
         sandbox's own loopback interface. The port exists while the command runs, and serves only the endpoint's chain.
         To set further variables, let the command begin with "env", as in ["env", "DEBUG=1", "mini", "-t", question].
 

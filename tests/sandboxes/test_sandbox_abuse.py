@@ -609,7 +609,7 @@ async def test_limit_mechanisms(sandbox: af.PythonSandbox, level: str):
     group, used = isolation.hierarchy(), sandbox.limit_mechanisms
     memory = f"control group ({group.version}), all processes together" if group else "RLIMIT_DATA"
     disk = {"strict": "size of its own /tmp"}.get(level, "RLIMIT_FSIZE, each file")
-    network = {"landlock": "no sockets", "none": "not limited"}.get(level, "no interface but its own loopback")
+    network = {"landlock": "no sockets", "none": "not limited"}.get(level, "only its own loopback interface")
     assert used["memory_mb"].startswith(memory) and (used["disk_mb"], used["network"]) == (disk, network)
     assert isolation.limit_mechanisms(level, Limits(network=True), group)["network"] == "allowed, as requested"
     open_files = (await sandbox.run("import resource\nresource.getrlimit(resource.RLIMIT_NOFILE)")).value

@@ -17,7 +17,7 @@ from typing import BinaryIO
 from .limits import Limits
 
 INSIDE = Path(__file__).parent.parent / "inside"
-ZYGOTE_FILES = ("kernel", "processes", "interpreter", "zygote")  # each file follows those that it imports
+ZYGOTE_FILES = ("kernel", "processes", "interpreter", "zygote")  # each file comes after the files it imports
 STRICT_HOME = "/tmp"
 STRICT_SHM_MB = 16
 STRICT_UID = 65534  # user and group
@@ -26,8 +26,8 @@ _SYSTEM_FILES = ["/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
 _NETWORK_FILES = ["/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates"]
 
 # This program creates a package from `files`, a list of (module name, code) pairs, and calls `main` of the last module.
-# The package is not left in sys.modules. The empty entry of sys.path is removed, so that nothing is imported from the
-# working directory.
+# At the end, the package is removed from sys.modules. The empty entry of sys.path is removed so that nothing is
+# imported from the working directory.
 BOOT = """
 sys.path[:] = filter(None, sys.path)
 sys.modules["sandbox"] = type(sys)("sandbox")
@@ -80,12 +80,12 @@ def anonymous_file(content: bytes) -> BinaryIO:
 
 
 def host_python() -> str:
-    """Return the path of the Python binary with symlinks resolved, which Python uses to find its standard library."""
+    """Return the path of the Python binary with symlinks resolved. Python finds its standard library by this path."""
     return os.path.realpath(sys.executable)
 
 
 def inside_python(packages: bool = True) -> str:
-    """Return the value of `sys.executable` in the sandbox. With packages, it may be in a virtual environment."""
+    """Return the value of `sys.executable` in the sandbox. With packages, the path may be in a virtual environment."""
     if not packages or not sys.executable:
         return host_python()
     folder, name = os.path.split(sys.executable)
@@ -130,7 +130,7 @@ def environment(home: str, path: str = "/usr/local/bin:/usr/bin:/bin") -> dict[s
         "PATH": path, "HOME": home, "TMPDIR": home, "USER": "sandbox", "LOGNAME": "sandbox", "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",  # gives a set of strings the same order in every chain
         "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1",
-        # One thread per sandbox: parallelism comes from the pool, and memory limits include what each thread reserves.
+        # Use one thread per sandbox: the pool provides parallelism, and memory reserved by threads counts as used.
         "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
     }  # fmt: skip
 
@@ -151,7 +151,7 @@ def inside_path(path: str) -> str:
 
 @functools.cache
 def landlock_version() -> int:
-    """Return the kernel's Landlock ABI version, or 0 without Landlock.
+    """Return the kernel's Landlock ABI version, or 0 if Landlock is not available.
 
     Version 3 added rules for truncation, version 4 for TCP, version 6 for signals.
     """
@@ -161,7 +161,7 @@ def landlock_version() -> int:
 
 
 def landlock_rules(home: str, limits: Limits, packages: bool = True) -> dict[str, object]:
-    """Return the paths that sandboxed code may access with isolation="landlock", and its rights. Others are denied."""
+    """Return the paths that code may access with isolation="landlock" and its rights. Other paths are denied."""
     read = ["/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", *_SYSTEM_FILES, *python_folders(packages)]
     read += ["/proc/cpuinfo", "/proc/meminfo", "/proc/stat", "/proc/uptime", "/proc/loadavg", "/proc/version"]
     read += ["/proc/sys/kernel/pid_max", "/sys/devices/system/cpu"]
@@ -172,7 +172,7 @@ def landlock_rules(home: str, limits: Limits, packages: bool = True) -> dict[str
     return {"abi": min(7, landlock_version()), "network": limits.network, "paths": paths}
 
 
-# Unshares the user namespace, waits until its uids are mapped, and allows no further user namespace inside.
+# This program enters a new user namespace, waits until its uids are mapped, and forbids nested user namespaces.
 _UNSHARE = """
 import ctypes, sys
 libc = ctypes.CDLL(None, use_errno=True)
@@ -189,10 +189,10 @@ input()
 def unprivileged_namespace() -> int | None:
     """Return a descriptor of a user namespace for strict sandboxes if this process is root; otherwise None.
 
-    A namespace that bwrap creates contains only the user who starts bwrap. If this is root, code inside could change
-    the files of /proc/sys and the devices of /dev, which root owns. In the namespace returned here, `STRICT_UID` is the
-    unprivileged user of the host with the same number. The result is also None if root may not map this user, as in
-    some containers.
+    A namespace that bwrap creates contains only the user who starts bwrap. If this user is root, code inside could
+    change the files of /proc/sys and the devices of /dev, which root owns. In the namespace returned here, `STRICT_UID`
+    is the unprivileged user of the host with the same number. The result is also None if root may not map this user, as
+    in some containers.
     """
     if os.geteuid() != 0:
         return None
@@ -222,7 +222,7 @@ def unprivileged_namespace() -> int | None:
 def strict_command(
     limits: Limits, seccomp_fd: int, program: str = "bwrap", packages: bool = True
 ) -> tuple[list[str], dict[str, str], list[int]]:
-    """Return the bwrap command line, up to the program to run, its environment, and the descriptors to pass to it.
+    """Return the bwrap command line without the program to run, bwrap's environment, and the descriptors to pass to it.
 
     The environment is minimal, because code in the sandbox can read it. Later mounts of the command hide earlier ones.
     If there is an `unprivileged_namespace`, the program starts as its uid 0, with the capabilities that it needs to
@@ -251,7 +251,7 @@ def strict_command(
             command += ["--symlink", os.readlink(f"/{name}"), f"/{name}"]
         elif os.path.isdir(f"/{name}"):
             command += ["--ro-bind", f"/{name}", f"/{name}"]
-    command += ["--perms", "0755", "--dir", "/etc"]  # bwrap makes missing folders for uid 0 only
+    command += ["--perms", "0755", "--dir", "/etc"]  # bwrap makes missing folders accessible to uid 0 only
     for name in _SYSTEM_FILES:
         command += ["--ro-bind-try", name, name]
     if limits.network:
@@ -281,5 +281,5 @@ def strict_settings() -> dict[str, object]:
 
 
 def shm_bytes(limits: Limits) -> int:
-    """Return the size of /dev/shm in bytes: a fixed maximum or, if it is smaller, the disk limit."""
+    """Return the size of /dev/shm in bytes: the smaller of a fixed maximum and the disk limit."""
     return (STRICT_SHM_MB if limits.disk_mb is None else min(STRICT_SHM_MB, limits.disk_mb)) * 2**20

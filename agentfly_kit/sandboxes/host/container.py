@@ -1,7 +1,8 @@
 """Sandboxes in containers, with `isolation=Container("python:3.12-slim")` and any container engine with Docker's API.
 
-The zygote (inside/container_relay.py) is the container's first process, with which the host communicates over standard
-input and output (stream.py). If the host process dies, the input ends, the container exits, and the engine removes it.
+The container's first process is the zygote (inside/container_relay.py). The host communicates with the zygote over
+standard input and output (stream.py). If the host process dies, the input ends, the container exits, and the engine
+removes it.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _API_SECONDS = 60
 _PROCESSORS = {"amd64": "x86_64", "x86_64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
 _RELAY_FILES = (*commands.ZYGOTE_FILES, "frames", "container_relay")
 # The program that the container runs. It reads source files from standard input and compiles them in the container,
-# which may have another Python version than the host.
+# which may have a different Python version from the host.
 _BOOT = f"""
 import os, sys
 def read(count):
@@ -62,7 +63,7 @@ class Container(Displayable):
 
     Attributes:
         image: name of an image that the engine already has; it is not pulled. It must contain Python 3.9 or newer.
-        cpus: number of processors that all processes of the container together can use, such as 0.5. By default, all.
+        cpus: maximum number of processors that the whole container uses, such as 0.5. By default, there is no limit.
         mounts: {"/path/on/host": "/path/inside"}, mounted read-only; append ":rw" to the inner path to make it
             writable. A reset does not clear mounts. Host paths refer to the engine's machine.
         network: name of the network to use if the sandbox has network=True; by default the engine's default network.
@@ -92,9 +93,9 @@ class Container(Displayable):
     def not_isolated(self) -> tuple[str, ...]:
         """Descriptions of what the container does not isolate."""
         return (
-            "the kernel is shared unless runtime= selects another; a vulnerability in it is one of the container",
+            "the kernel, with its vulnerabilities, is shared unless runtime= selects a runtime with another kernel",
             "the folders of mounts= can be read, and written if mounted ':rw'; files written there are not deleted",
-            "access to the engine amounts to root on its machine; you have it, the code inside does not",
+            "access to the engine amounts to root access to its machine; you have it, but the code inside does not",
             "with network=True the code is on the engine's default network, or on the one named by network=",
         )
 
@@ -108,7 +109,7 @@ class Container(Displayable):
                 "processes": group,
                 "cpu_seconds": "the control group's clock, else RLIMIT_CPU",
                 "disk_mb": "size of its own /tmp",
-                "network": network if limits.network else "no interface but its own loopback",
+                "network": network if limits.network else "only its own loopback interface",
             }
         )
 
@@ -222,7 +223,7 @@ class ContainerProcess(SandboxProcess):
         self._end(self._remove)
 
     def _end(self, remove: Callable[[], None]) -> None:
-        # The stack carries out every step, even if SIGINT raises KeyboardInterrupt during an earlier one.
+        # ExitStack runs every step, even if SIGINT raises KeyboardInterrupt during an earlier one.
         with self._lock, contextlib.ExitStack() as last_first:
             if self._destroyed:
                 return
@@ -251,7 +252,7 @@ class ContainerProcess(SandboxProcess):
         self._end(self._remove_in_background)
 
     def _remove_in_background(self) -> None:
-        # Python is shutting down; the end of input ends the container.
+        # While Python is shutting down, no thread can be started; the container then exits at the end of its input.
         with contextlib.suppress(RuntimeError):
             threading.Thread(target=self._remove, name="agentfly-container-removal", daemon=True).start()
 
@@ -274,7 +275,7 @@ def _remove_container(api: Any, id: str) -> None:
 def launch(
     container: Container, limits: Limits, preload: Sequence[str], max_output: int, packages: bool
 ) -> SandboxProcess:
-    """Create and start a container in about 0.1 s. Its first process later sends "ready" on the control socket."""
+    """Create and start a container in about 0.1 s. The zygote later sends "ready" on the control socket."""
     url = address(container.engine)
     handle = ContainerProcess(url)
     try:
@@ -286,7 +287,7 @@ def launch(
             taken = api.inspect_container(handle.id)["HostConfig"].get("Runtime")
             if container.runtime is not None and taken != container.runtime:
                 raise SandboxError(f"the engine at {url} ignores runtime={container.runtime!r} and uses {taken!r}")
-            # Attach before the start, because output written earlier would be lost.
+            # Attach before starting the container, because output written before that would be lost.
             attached = api.attach_socket(handle.id, {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
             connection = _raw_socket(attached, url)
             try:

@@ -33,20 +33,20 @@ NOT_ISOLATED: Mapping[str, tuple[str, ...]] = {
     "landlock": (
         "the kernel is shared, so a vulnerability in it is a vulnerability of the sandbox",
         "the code runs as your user, without capabilities; /usr and the folders of this Python can be read",
-        "the existence, size and times of a file of yours can be read by code that knows its path",
-        "facts about the machine can be read: processor, memory, its own control group and that group's limits, the "
-        "number of processes by guessing process ids",
-        "disk_mb limits each file, not their total size or number",
+        "code that knows the path of one of your files can read the existence, size and times of the file",
+        "facts about the machine can be read: processor, memory, its own control group and that group's limits, and, "
+        "by guessing process ids, the number of processes",
+        "disk_mb limits the size of each file, not the total size or number of files",
         "without a control group, a process that hides on purpose can outlive the sandbox",
         "with network=True the whole network of this machine can be reached, including its loopback",
-        "Landlock before version 6 does not cover signals; there the code can send none, even to its own children",
+        "Landlock before version 6 does not cover signals; the code then cannot send any, even to its own children",
     ),
     "none": (
         "the code runs as you: it reads and writes your files and sees your processes",
-        "the network can be reached, with network=False too",
-        "disk_mb limits each file, not their total size or number; files outside the working folder are not deleted",
+        "the network can be reached even with network=False",
+        "disk_mb limits the size of each file only; files outside the working folder are not deleted",
         "without a control group, a process that hides on purpose can outlive the sandbox",
-        "the code can kill or change its own zygote; its chain is then scored, as if you kill its sandbox yourself",
+        "the code can kill or change its own zygote; its chain is then scored, as is a chain whose sandbox you kill",
     ),
 }
 _DESCRIPTIONS = {
@@ -103,7 +103,7 @@ class SandboxReport(Displayable):
 def sandbox_report(limits: Limits | None = None) -> SandboxReport:
     """Report the available isolation levels, how they enforce limits, and what they do not isolate.
 
-    Takes about 0.1 s the first time.
+    The first call takes about 0.1 s.
 
     Args:
         limits: the limits to report on; by default those of `Limits()`.
@@ -143,7 +143,7 @@ def warn_below_strict(level: str) -> None:
     warnings.warn(
         f"sandboxes run at isolation={level!r} ({_DESCRIPTIONS[level]}), "
         f"because 'strict' is not available: {strict_unavailable_reason()}. "
-        f"af.sandbox_report() lists what is not isolated; isolation={level!r} accepts it without this warning",
+        f"af.sandbox_report() lists what is not isolated; pass isolation={level!r} to accept this without a warning",
         IsolationWarning,
         stacklevel=3,
     )
@@ -169,8 +169,8 @@ def limit_mechanisms(level: str, limits: Limits, groups: Hierarchy | None) -> di
     elif strict or own_user_namespace():
         processes = "RLIMIT_NPROC in its own user namespace"
     else:
-        processes = "RLIMIT_NPROC, beyond the processes that the same user has when it starts"
-    network = {"strict": "no interface but its own loopback", "landlock": "no sockets", "none": "not limited"}[level]
+        processes = "RLIMIT_NPROC, in addition to the processes that the user has at the start"
+    network = {"strict": "only its own loopback interface", "landlock": "no sockets", "none": "not limited"}[level]
     return limits.describe(
         {
             "memory_mb": group or ("RLIMIT_DATA, each process" if sys.platform == "linux" else "not limited"),
@@ -277,7 +277,7 @@ def _probe_strict(program: str) -> str:
     if failure.startswith("code inside could change"):
         return f"{failure}, because this process is root and may not run code as another user; run as another user"
     if "unknown option" in failure.lower():
-        return f"bubblewrap is too old, 0.8 or newer is needed: {failure}"
+        return f"bubblewrap must be version 0.8 or newer: {failure}"
     if "uid map" in failure or "namespace" in failure.lower() or "not permitted" in failure.lower():
         return (
             f"user namespaces are not allowed here ({failure}); on Ubuntu 24.04: `sudo sysctl "

@@ -21,7 +21,8 @@ class Limits:
     """Resource limits of one sandbox. None means no limit.
 
     Whether a limit applies in total or to each process or file depends on the isolation level and the machine; see
-    `PythonSandbox.limit_mechanisms`. Two limits are fixed: each process can have 512 open files, and none dumps core.
+    `PythonSandbox.limit_mechanisms`. Two limits are fixed: each process can have 512 open files, and no process dumps
+    core.
 
     Attributes:
         memory_mb: memory that the code inside can use, in MB of 2**20 bytes.
@@ -52,8 +53,8 @@ class Limits:
         """Return the limits of each process, keyed by their names in the module `resource`."""
         found = {"RLIMIT_CORE": 0, "RLIMIT_NOFILE": _OPEN_FILES}
         if self.memory_mb is not None:
-            # A process reaches this limit before the control group's memory limit. It then gets a MemoryError and
-            # keeps its variables, whereas the control group's limit would kill it.
+            # A process that reaches this limit gets a MemoryError and keeps its variables. The control group's limit,
+            # which is higher, would kill the process.
             found["RLIMIT_DATA"] = self.memory_mb * _MEBIBYTE
         if self.disk_mb is not None:
             found["RLIMIT_FSIZE"] = self.disk_mb * _MEBIBYTE
@@ -77,14 +78,14 @@ _numbers = itertools.count(1)
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:
-    """Folders for new control groups. `roots` maps each controller to a folder; for v2, it maps "" to one folder."""
+    """Folders for new control groups. `roots` maps each controller to a folder; for v2, the only key is ""."""
 
     version: str  # "v1" or "v2"
     roots: Mapping[str, Path]
 
 
 def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarchy | None:
-    """Find the folders for control groups. `mounts` and `own` replace /proc/self/mounts and /proc/self/cgroup."""
+    """Find the folders for control groups. `mounts` and `own` replace the text of /proc/self/mounts and .../cgroup."""
     try:
         mounts = Path("/proc/self/mounts").read_text(errors="replace") if mounts is None else mounts
         own = Path("/proc/self/cgroup").read_text() if own is None else own
@@ -128,7 +129,8 @@ def find_hierarchy(mounts: str | None = None, own: str | None = None) -> Hierarc
 
 
 def _own_group(mount: Path, path: str) -> Path:
-    """Return a control group's folder: `path` below `mount`, or `mount` if it does not exist, as in some containers."""
+    """Return a control group's folder: `path` below `mount`, or `mount` if there is no such folder, as in
+    containers."""
     place = mount / path.lstrip("/")
     return place if place.is_dir() else mount
 

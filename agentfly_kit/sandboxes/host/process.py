@@ -57,7 +57,7 @@ class SandboxProcess:
         self.usage = Usage()
         self.scratch: str | None = None
         self.errors: BinaryIO | None = None
-        # This and `pipes`: host's ends of the interpreter's channels
+        # `data` and `pipes` are the host's ends of the interpreter's channels.
         self.data: socket.socket | None = None
         self.pipes: tuple[int, ...] = ()
         self.dropped = False  # True if this host ended the sandbox deliberately
@@ -96,7 +96,7 @@ class SandboxProcess:
 
     def destroy(self) -> None:
         """End the process and release all resources. Blocks for about 2 ms, at most a few seconds."""
-        # The stack carries out every step, even if SIGINT raises KeyboardInterrupt during an earlier one.
+        # ExitStack runs every step, even if SIGINT raises KeyboardInterrupt during an earlier one.
         with self._lock, contextlib.ExitStack() as last_first:
             if self._destroyed:
                 return
@@ -192,7 +192,7 @@ def _launch(
     passed = [inside.fileno(), program.fileno()]
     if strict:
         calls = seccomp.program()
-        assert calls is not None, "strict without a system-call filter: the probe must have rejected it"
+        assert calls is not None, "the probe rejects 'strict' without a system-call filter"
         filter_file = opened.enter_context(commands.anonymous_file(calls))
         command, environment, more = commands.strict_command(limits, filter_file.fileno(), packages=packages)
         passed += more
@@ -203,8 +203,8 @@ def _launch(
         level_settings, place = {"wipe": [handle.scratch]}, os.fspath
     command += commands.run_zygote(program.fileno(), "zygote", str(inside.fileno()))
 
-    # Without a control group, RLIMIT_NPROC limits the number of processes. It counts the zygote and, unless the zygote
-    # has its own user namespace, all other processes of this user.
+    # Without a control group, RLIMIT_NPROC limits the number of processes. RLIMIT_NPROC counts the zygote and, unless
+    # the zygote has its own user namespace, all other processes of this user.
     rlimits = limits.rlimits()
     own_user = landlock and groups is None and isolation.own_user_namespace()
     if limits.processes is not None and groups is None and level != "none":
@@ -232,15 +232,16 @@ def _launch(
     )  # fmt: skip
     if handle.group is not None and _lists_children():
         _confine(handle.group, handle.process)
-    # The zygote has exited; the wait for its answer reports the reason.
+    # If the zygote has already exited, the wait for its answer reports the reason.
     with contextlib.suppress(BrokenPipeError):
         handle.control.sendall(line)  # the zygote starts nothing before it has the settings
 
 
 def _confine(group: Group, process: subprocess.Popen[bytes]) -> None:
-    """Move a process that was just started, and its descendants, into its control group.
+    """Move a process that was just started, and its descendants, into a control group.
 
-    A move can take 10 to 20 ms. The process may start others meanwhile, so its descendants are listed repeatedly.
+    A move can take 10 to 20 ms. The process may start other processes meanwhile, so its descendants are listed
+    repeatedly.
     """
     for _ in range(100):
         outside = {process.pid, *processes.descendants(process.pid)} - set(group.processes())

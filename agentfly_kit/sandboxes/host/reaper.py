@@ -1,4 +1,4 @@
-"""Tags that identify the owner of a control group, folder or container, and cleanup of resources of killed owners.
+"""Tag control groups, folders and containers with the process that owns them, and clean up after killed owners.
 
 A tag contains the owner's pid and start time, its pid namespace and the boot id of the machine, because a pid alone may
 be reused by another process.
@@ -19,7 +19,7 @@ SCRATCH = "agentfly-sandbox-"
 
 
 def start_time(pid: int) -> str:
-    """Return the start time of a process, in clock ticks since boot. Raises OSError if it does not exist."""
+    """Return the start time of a process in clock ticks since boot. Raises OSError if there is no such process."""
     return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[19]
 
 
@@ -47,7 +47,7 @@ def owner_tag() -> str:
 
 
 def is_gone(tag: str) -> bool:
-    """Return True if the tagged process has exited. Invalid tags, and tags of other boots or namespaces, give False."""
+    """Return True if the tagged process has exited; False for invalid tags and tags of other boots or namespaces."""
     parts = tag.split("-")
     if len(parts) != 4 or not parts[0].isdigit() or not parts[1].isdigit() or parts[1] == "0":
         return False

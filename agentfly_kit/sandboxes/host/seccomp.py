@@ -1,8 +1,8 @@
 """System-call filters, as hand-written classic BPF programs.
 
 The filters allow calls by default. They deny calls that could bypass the restrictions of namespaces, mounts and
-capabilities, and calls whose effects would survive a reset. Without namespaces they also deny what Landlock does not
-cover: sockets, signals through files, changes to the modes, owners and times of files, and reading their extended
+capabilities, and calls whose effects would survive a reset. Without namespaces, the filters also deny what Landlock
+does not cover: sockets, signals sent by files, changes to the modes, owners and times of files, and reads of extended
 attributes.
 """
 
@@ -14,7 +14,7 @@ import sys
 
 _ALLOW, _KILL, _EPERM, _ENOSYS, _ENOTSUP = 0x7FFF0000, 0x80000000, 0x00050001, 0x00050026, 0x0005005F
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _AND, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x54, 0x06
-# Offsets in seccomp_data; _FIRST, _SECOND: low halves of arguments
+# Offsets in seccomp_data. _FIRST and _SECOND are the offsets of the low halves of the first and second argument.
 _NR, _ARCH, _FIRST, _SECOND = 0, 4, 16, 24
 
 # Denied system calls with their numbers on x86_64 and aarch64 (from the kernel's unistd tables), or None if absent.
@@ -45,7 +45,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     "iopl": (172, None), "ioperm": (173, None), "sethostname": (170, 161), "setdomainname": (171, 162),
     "fanotify_init": (300, 262),
 }  # fmt: skip
-# Also denied if Landlock is used, because it covers neither the metadata of files nor the names of changed files.
+# Calls that are also denied with Landlock, which covers neither the metadata of files nor the names of changed files.
 _METADATA: dict[str, tuple[int | None, int | None]] = {
     "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
     "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
@@ -67,13 +67,14 @@ _SIGNALS: dict[str, tuple[int | None, int | None]] = {  # covered by Landlock fr
 _CLONE, _CLONE3, _PRLIMIT, _AFFINITY = (56, 220), (435, 435), (302, 261), (203, 122)
 _SOCKET, _SOCKETPAIR, _IOCTL, _FCNTL = (41, 198), (53, 199), (16, 29), (72, 25)
 _NEW_NAMESPACES = 0x7E020000  # every CLONE_NEW* flag
-# Allowed socket families: unix, inet, inet6, netlink. vsock is denied: it reaches the host from any network namespace.
+# Allowed socket families: unix, inet, inet6, netlink. vsock is denied because it reaches the host from any network
+# namespace.
 _FAMILIES = (1, 2, 10, 16)
 _TIOCSTI = 0x5412
-# Commands that set the process to which a file sends signals, which may be SIGKILL: F_SETOWN, F_SETSIG and F_SETOWN_EX
-# of fcntl, FIOSETOWN and SIOCSPGRP of ioctl.
+# Commands that make a file send signals, even SIGKILL, to any process: F_SETOWN, F_SETSIG and F_SETOWN_EX of fcntl,
+# FIOSETOWN and SIOCSPGRP of ioctl.
 _FCNTL_OWNER, _IOCTL_OWNER = (8, 10, 15), (0x8901, 0x8902)
-# Allowed types of socket pairs: stream and seqpacket. Other pairs can send to sockets outside.
+# Allowed types of socket pairs: stream and seqpacket. Sockets of other types can send data to sockets outside.
 _PAIRED = (1, 5)
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 
@@ -113,7 +114,7 @@ def program(
         return None
     column, arch = _MACHINES[machine]
     out = [_op(_LOAD, _ARCH), _op(_EQUAL, arch, 1, 0), _op(_RETURN, _KILL), _op(_LOAD, _NR)]
-    if machine == "x86_64":  # every call has a second, x32 number
+    if machine == "x86_64":  # every call also has an x32 number
         out += [_op(_AT_LEAST, 0x40000000, 0, 1), _op(_RETURN, _EPERM)]
     denied = dict(_DENIED)
     families: tuple[int, ...] = _FAMILIES

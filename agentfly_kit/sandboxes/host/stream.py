@@ -28,7 +28,7 @@ class ContainerUsage(Usage):
     def __init__(self) -> None:
         self.hits = LimitHits()
         self.seconds: float | None = None
-        self.used = 0.0  # CPU time according to the list of processes, in steps of 10 ms
+        self.used = 0.0  # CPU time summed over the listed processes, in steps of 10 ms
         self.states = ""
         self.is_new = False  # True if the zygote has reported since the last call of `activity`
 
@@ -194,8 +194,8 @@ class Stream:
     # --- the port of an agent
 
     def _receive_tunnel(self, number: int, piece: bytes) -> None:
-        accept = self.accept  # another thread sets it to None
-        if number not in self._known_tunnels:  # connections may send in another order than they were opened
+        accept = self.accept  # another thread may set `self.accept` to None
+        if number not in self._known_tunnels:  # data may arrive in another order than connections were opened
             self._known_tunnels.add(number)
             if accept is None or len(self._tunnels) >= MOST_TUNNELS:
                 self.connection.sendall(frame(TUNNEL, number, b""))

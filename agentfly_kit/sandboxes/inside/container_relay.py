@@ -1,6 +1,6 @@
 """The zygote of a container, which communicates with the host over the container's standard input and output.
 
-It runs as the container's first process. It extends the zygote of zygote.py by multiplexing the channels of its
+`Relay` runs as the container's first process. It extends `Zygote` (zygote.py) by multiplexing the channels of its
 interpreters as frames (frames.py), which host/stream.py sends and receives on the host.
 """
 

@@ -18,7 +18,7 @@ from typing import Any
 from .base import CALLS, Refused, work_folder, write_new
 
 UNDO_BYTES = 8 * 2**20
-# Path and previous content, or None if the file did not exist
+# Path and previous content of each changed file; the content is None if the file did not exist.
 UNDO: deque[tuple[str, bytes | None]] = deque()
 OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 

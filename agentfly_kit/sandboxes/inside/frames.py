@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 CONTROL, DATA, OUT, ERR, USAGE, TUNNEL = range(6)
 HEAD = struct.Struct("!BII")
 MOST_TUNNELS = 32
-_MOST_UNSENT = 2**22  # bytes; a tunnel whose reader is further behind is closed
+_MOST_UNSENT = 2**22  # a tunnel with more unsent bytes is closed
 _CHUNK = 65536
 
 
@@ -39,7 +39,7 @@ def frames(buffer: bytearray) -> Iterator[tuple[int, int, bytes]]:
 
 
 class Tunnel:
-    """One end of a tunnelled connection: a non-blocking socket, and the data that it has not yet taken."""
+    """One end of a tunnelled connection: a non-blocking socket, and the data not yet sent to it."""
 
     def __init__(self, end: _socket.socket) -> None:
         self.socket = end
@@ -54,7 +54,7 @@ class Tunnel:
         return self.flush()
 
     def flush(self) -> bool:
-        """Send what the socket takes. Return False if the tunnel is to be closed."""
+        """Send as much data as the socket accepts. Return False if the tunnel must be closed."""
         try:
             while self.unsent:
                 del self.unsent[: self.socket.send(self.unsent[:_CHUNK])]
@@ -65,7 +65,7 @@ class Tunnel:
         return not self.ended
 
     def read(self) -> bytes | None:
-        """Return received data, which is empty if the connection was closed; None if there is none."""
+        """Return received data, b"" if the connection was closed, or None if no data has arrived."""
         try:
             return self.socket.recv(_CHUNK)
         except BlockingIOError:

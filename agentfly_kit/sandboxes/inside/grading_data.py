@@ -12,7 +12,7 @@ import linecache
 import traceback
 from typing import Any
 
-LONGEST = 2**22  # maximum characters of one request or answer
+LONGEST = 2**22  # maximum number of characters in one request or answer
 
 
 def dump_json(message: Any) -> str:

@@ -64,7 +64,7 @@ class Interpreter:
         os.dup2(out, 1)
         os.dup2(err, 2)
         self.socket = _socket.socket(fileno=os.dup(data))
-        # Code may close or replace its standard streams; they are restored from these before each call.
+        # Code may close or replace its standard streams, so they are restored from these copies before each call.
         self.output = tuple((os.dup(given), number) for given, number in ((out, 1), (err, 2)))
         for descriptor in (null, data, out, err):
             os.close(descriptor)
@@ -157,7 +157,7 @@ class Interpreter:
         return value
 
     def interrupt(self, number: int, frame: object) -> None:
-        if self.running:  # only once: building the reply must not be interrupted
+        if self.running:  # raise only once, because building the reply must not be interrupted
             self.running = False
             raise KeyboardInterrupt("interrupted by the sandbox")
 
@@ -175,7 +175,7 @@ class Interpreter:
                 last.tb_next = None  # hide the signal handler that raised the error
             else:
                 last = last.tb_next
-        import traceback  # imported late: costs 0.5 MB, which most interpreters never need
+        import traceback  # imported here, because it costs 0.5 MB and most interpreters never need it
 
         name = type(error).__name__
         text = "".join(traceback.format_exception(type(error), error.with_traceback(step), step)).rstrip("\n")

@@ -11,7 +11,7 @@ if TYPE_CHECKING:  # typing costs memory in every sandbox
     from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 4, 36, 38
-# Loaded before any fork, so that all interpreters share its pages.
+# libc is loaded before any fork, so that all interpreters share its memory pages.
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -40,9 +40,9 @@ def enter_user_namespace() -> None:
 
 
 def become(uid: int, namespace: int, folders: list[str]) -> None:
-    """Change from uid 0 to an unprivileged user and group without capabilities, which become the owner of `folders`.
+    """Change from uid 0 to an unprivileged user and group without capabilities, and make them the owner of `folders`.
 
-    The saved uid stays 0, because otherwise bwrap, which runs as uid 0, could not signal this process to end with it.
+    The saved uid stays 0, so that bwrap, which runs as uid 0, can send this process a signal when bwrap exits.
     Interpreters change their saved uid too. `namespace` is the descriptor of the user namespace, which bwrap leaves
     open.
     """
@@ -145,7 +145,7 @@ def own_limits() -> list[str]:
 
 
 def set_oom_score(score: str) -> None:
-    """Set the score by which the kernel selects a process to kill when memory runs out; higher scores go first."""
+    """Set the score by which the kernel selects a process to kill when memory runs out, the highest score first."""
     try:
         write("/proc/self/oom_score_adj", score)
     except OSError:

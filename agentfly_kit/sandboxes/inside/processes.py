@@ -57,7 +57,7 @@ def activity(pids: list[int]) -> tuple[float, str]:
 
 
 def _status(file: str) -> list[str]:
-    """Return the fields of a process or thread after its name, which code can set to any bytes."""
+    """Return the fields of a stat file that follow the name. Code can set the name to any bytes."""
     with open(file, "rb") as lines:
         return lines.read().rpartition(b")")[2].decode().split()
 
@@ -65,7 +65,7 @@ def _status(file: str) -> list[str]:
 def wipe(folder: str, keep: list[str]) -> None:
     """Delete the content of a folder, regardless of permissions and depth, except the read-only mounts in `keep`."""
     # Move nested folders up into `folder` before emptying them, so that deep nesting needs no long paths or recursion.
-    if os.stat(folder).st_uid == os.getuid():  # mounts of a container belong to root and are writable for all
+    if os.stat(folder).st_uid == os.getuid():  # mounts of a container belong to root and are writable by everyone
         os.chmod(folder, 0o700)
     mark, number = os.urandom(8).hex(), 0
     while True:

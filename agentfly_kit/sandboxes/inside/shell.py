@@ -2,7 +2,7 @@
 
 This file runs after base.py and processes.py in the same namespace. The bash is interactive, though without a terminal,
 because only an interactive bash abandons the current command on an interrupt and continues with its variables intact.
-It writes directly to the interpreter's stdout and stderr, so that output survives any kill.
+Bash writes directly to the interpreter's stdout and stderr, so that output survives any kill.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from .base import CALLS, Refused, home, work_folder
 from .processes import descendants, is_dead, send
 
-# The sum must be less than 0.5 s, the time after which the host kills an interrupted interpreter.
+# Their sum must be less than 0.5 s, the time after which the host kills an interrupted interpreter.
 INTERRUPT_SECONDS, KILL_SECONDS = 0.2, 0.2
 # These commands print the shell's state as a script. Options come first, because functions may need extglob; `set`
 # comes last, because errexit would end the shell at the first error, such as assigning a read-only variable.
@@ -61,7 +61,7 @@ class Shell:
         )  # fmt: skip
         for descriptor in (commands, statuses, output, errors):
             os.close(descriptor)
-        # Before this line, stderr is discarded, because bash complains that there is no terminal.
+        # stderr is discarded up to this line, because bash complains that there is no terminal.
         self.send(f"exec 2>&{errors}; set +o history +o histexpand; unset HISTFILE PS1 PS2")
         self.seen = b""
         self.known: set[int] = set()
@@ -127,9 +127,9 @@ class Shell:
         if not descendants(os.getpid()):  # the kernel does not list processes
             send(signal.SIGINT, -self.process.pid)
             return
-        # Do not signal the group, because it contains the jobs of earlier commands, some of which do not ignore the
-        # signal. Stop all processes until each has received the signal. Otherwise, after one has ended, another could
-        # exit normally, and the shell would continue with the next command.
+        # Do not signal the process group, because it contains the jobs of earlier commands, some of which do not ignore
+        # the signal. Stop all processes until each has received the signal. Otherwise, after one has ended, another
+        # could exit normally, and the shell would continue with the next command.
         running = sorted(self.processes() - self.known)
         send(signal.SIGSTOP, *running)
         send(signal.SIGINT, self.process.pid, *running)
@@ -175,7 +175,7 @@ class Current:
 def get_shell() -> Shell:
     if Current.shell is None or Current.shell.process.poll() is not None:
         if Current.shell is not None:
-            Current.shell.end()  # a background job of the model has killed the shell
+            Current.shell.end()  # a background job has killed the shell
         Current.shell = None
         Current.shell = Shell()
     return Current.shell
@@ -190,7 +190,7 @@ def run(command: str, cpu_seconds: float | None) -> dict[str, Any]:
     try:
         shell = get_shell()
         shell.raise_cpu_limit(cpu_seconds)
-        # Set before the command can print anything, since an interrupt may follow at once.
+        # Set `began` before the command can print anything, because an interrupt may follow immediately.
         began = True
         shell.begin(command)
         status = shell.status(None)

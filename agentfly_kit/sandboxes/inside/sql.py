@@ -48,7 +48,7 @@ def open_database(engine: str, memory_mb: int | None) -> None:
     connection: Any
     if engine == "sqlite":
         connection = sqlite3.connect(path(), isolation_level=None, check_same_thread=False)
-        # Safe if the process is killed; only a power failure loses data.
+        # Killing the process does not lose data; only a power failure does.
         connection.execute("PRAGMA synchronous=OFF")
         connection.execute("PRAGMA temp_store=MEMORY")
         if hasattr(connection, "setlimit"):
@@ -132,7 +132,7 @@ def query(**arguments: Any) -> Any:
 def run_query(
     sql: str, engine: str, memory_mb: int | None, max_rows: int, max_chars: int, max_cell_chars: int
 ) -> dict[str, Any]:
-    """Run all statements. Return the last one's rows, up to `max_chars` in total and `max_cell_chars` per value."""
+    """Run all statements. Return the last one's rows, limited to `max_chars` and `max_cell_chars` per value."""
     open_database(engine, memory_mb)
     connection = Database.connection
     reply: dict[str, Any] = {"columns": [], "types": [], "rows": [], "more": False, "cut": False, "changed": None}

@@ -1,8 +1,9 @@
 """The zygote, the first process of a sandbox, which forks its interpreters and never runs untrusted code.
 
-It owns the control socket, forks a fresh interpreter on request, kills all its descendants, and empties the writable
-folders. A reset therefore starts a new process instead of clearing a namespace. The program is started as `zygote FD`
-with the descriptor of the control socket, or as `probe JSON` to apply Landlock restrictions to itself and print 42.
+The zygote owns the control socket, forks a fresh interpreter on request, kills all its descendants, and empties the
+writable folders. A reset therefore starts a new process instead of clearing a namespace. The program is started as
+`zygote FD` with the descriptor of the control socket, or as `probe JSON` to apply Landlock restrictions to itself and
+print 42.
 
 The control socket carries JSON lines. The host sends the settings once, and then any of these commands: {"op": "fresh",
 "serial", "wipe"} with three file descriptors (data, stdout, stderr); {"op": "interrupt"}; {"op": "kill"}; {"op":
@@ -96,7 +97,7 @@ class Zygote:
                     return
 
     def host_died(self, number: int, frame: object) -> None:
-        self.orphan = True  # not an exception, which could interrupt a kill or a wipe
+        self.orphan = True  # set a flag, because an exception could interrupt a kill or a wipe
 
     def receive(self) -> bool:
         """Read and handle messages. Return False if the host has closed the socket."""
@@ -124,11 +125,11 @@ class Zygote:
         if op == "settings":
             self.settings = message
             if message.get("own_user"):
-                enter_user_namespace()  # RLIMIT_NPROC then counts only this sandbox
+                enter_user_namespace()  # RLIMIT_NPROC then counts only processes of this sandbox
             if message.get("user"):
                 become(**message["user"], folders=message["wipe"])
             if message["pdeathsig"]:
-                # The death of the host closes the control socket, unless a fork of the host keeps it open. The signal
+                # When the host dies, the control socket is closed, unless a fork of the host keeps it open. The signal
                 # is not SIGKILL, because the zygote must first kill its descendants.
                 signal.signal(signal.SIGTERM, self.host_died)
                 prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
