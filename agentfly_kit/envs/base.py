@@ -122,7 +122,7 @@ class EnvironmentTool(Tool[..., Any]):
 def check(sandbox_type: Any) -> None:
     """Check that a class is an environment.
 
-    Raises:  SettingsError if it is an instance, or a class without a suitable `reset`.
+    Raises:  SettingsError if `sandbox_type` is an instance, or a class without a suitable `reset`.
     """
     if not isinstance(sandbox_type, type):
         raise SettingsError(
@@ -342,7 +342,7 @@ _tools, _reward = tools, reward  # `agent` has parameters named `tools` and `rew
 
 
 async def _call(function: Callable[..., Any], **arguments: Any) -> Any:
-    """Call a function of the environment that the current task uses; a sync function runs in the instance's thread."""
+    """Call a function of the environment that is in use. A sync function runs in the instance's thread."""
     outcome = await call_user_function(function, arguments)
     if outcome.error is not None:
         if is_host_failure(outcome.error):
@@ -354,7 +354,7 @@ async def _call(function: Callable[..., Any], **arguments: Any) -> Any:
 async def _episode_is_done(environment: Any) -> bool:
     """Return the environment's `done` (an attribute, a property or a method), or False if it is not defined.
 
-    While an abandoned call still runs, a property or method would wait for it, so the result is then False.
+    If an abandoned call is still running, a property or method would wait for it, so False is returned.
     """
     is_property = isinstance(getattr(type(environment), "done", False), property)
     done = (lambda: environment.done) if is_property else getattr(environment, "done", False)

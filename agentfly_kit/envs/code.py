@@ -209,7 +209,7 @@ def split_of(instruction: str) -> str:
 def rows(n: int, split: str, seed: int = 0, kind: Literal["steps", "problems"] = "steps") -> list[dict[str, Any]]:
     """Return tasks as rows in MBPP's format: {"id", "question", "code", "test_list", "test_setup_code"}.
 
-    Tasks of kind "steps" are generated. Those of kind "problems" are hand-written and included in the package.
+    Tasks of kind "steps" are generated. Tasks of kind "problems" are hand-written and included in the package.
     """
     if kind == "problems":
         return shipped_rows("code_problems", n, split, seed)
@@ -246,9 +246,9 @@ def load(path: str | os.PathLike[str], *, shown: int | None = 1) -> Tasks:
     Args:
         path: the file.
         shown: number of tests included in the question. One test is enough to show the function's name; the others
-            stay hidden. None includes all, as in MBPP's own prompt.
+            stay hidden. None includes all tests, as in MBPP's own prompt.
 
-    Raises:  TaskError, with the file, the row and the missing field.
+    Raises:  TaskError for a missing file or an invalid row. The message names the file and the row.
     """
     file = existing_file(path, "pass the path of MBPP's mbpp.jsonl or sanitized-mbpp.json")
     check_count("shown", shown, 0, optional=True)

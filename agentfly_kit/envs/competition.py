@@ -7,7 +7,7 @@ submission.csv and scores it in this process. Each chain's folder contains simpl
     agent = af.envs.competition.agent(engine, chat=chat, options={"shaped": True})
 
 Four kinds of data are generated: "slope" (a plane), "tide" (a curved surface), "growth" (exponential) and "ring" (two
-classes). Each has a public and a private leaderboard of eight competitors.
+classes). Each competition has a public and a private leaderboard of eight competitors.
 """
 
 from __future__ import annotations
@@ -207,7 +207,8 @@ _MAX_KNOWN = 4096
 class Contest(SandboxEnvironment):
     """Environment for one competition, whose files are in the working folder of a Python interpreter.
 
-    A submission's position is the mean over the public and the private leaderboard. The reward is the best position.
+    The position of a submission is the mean of its positions on the public and the private leaderboard. The reward is
+    the best position.
 
     Args:
         shaped: if true, the turn reward of a submission is the amount by which it improves the best position, and the
@@ -226,7 +227,8 @@ class Contest(SandboxEnvironment):
         self._shaped, self._seconds, self._reuse = shaped, seconds, reuse
         # The program whose predictions were reused and which must still run before the next program.
         self._skipped: str | None = None
-        # True if the interpreter is unused; True if the files of the current competition are in its folder.
+        # `_fresh` is True if the interpreter is unused, `_written` if its folder has the files of the current
+        # competition.
         self._fresh, self._written = True, False
         self.best, self.submissions, self.events = 0.0, 0, list[str]()
 

@@ -1,11 +1,11 @@
-"""desk: small screens with buttons, a box and a text field, which an agent sees as images and operates by calls.
+"""desk: small screens with buttons, a box and a text field. An agent sees them as images and operates them with tools.
 
-Kinds of tasks: click one of several buttons ("click"), before that tick the box ("tick") or type a number into the
-field ("type"), or scroll to the button ("scroll"). A click on any button ends the chain. The reward is 1 if this is the
-button that the task names, and if box and field are in the state that the task requires.
+Every task is to click one of several buttons, either at once ("click") or after ticking the box ("tick"), typing a
+number into the field ("type") or scrolling to the button ("scroll"). A click on any button ends the chain. The reward
+is 1 if the task names this button and the box and the field are in the required state.
 
-Screens have 64 x 64 pixels. `click` counts cells of 8 x 8 pixels; `pyautogui` reads calls of PyAutoGUI, which count
-pixels.
+Screens have 64 x 64 pixels. The tool `click` takes the coordinates of a cell of 8 x 8 pixels; the tool `pyautogui` runs
+calls of PyAutoGUI, whose coordinates are pixels.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task
 
 KINDS = ("click", "tick", "type", "scroll")
-# Sides in pixels of the screen, of a cell that `click` counts, and of a slot, which holds one widget.
+# Side lengths in pixels of the screen, of a cell for `click`, and of a slot, which holds one widget.
 SIDE, CELL, SLOT = 64, 8, 16
 _ACROSS = SIDE // SLOT
-# Lengths of the text in the field and of a script.
+# Maximum lengths of the text in the field and of a script.
 MAX_TEXT, MAX_SCRIPT = 20, 2000
 
 
@@ -38,9 +38,9 @@ class Widget:
 
     Args:
         form: "button", "box" or "field".
-        slot: Number of its slot on the page, row by row.
-        place: Left, upper, right and lower edge on the page in pixels. A click between them, edges and the corners of
-            round buttons included, is a click on the widget.
+        slot: Number of the widget's slot on the page, counted row by row.
+        place: Left, upper, right and lower edge on the page in pixels. A click within this box, including its edges and
+            the corners of round buttons, is a click on the widget.
         colour: Name of the colour of a button.
         fill: Colour as RGB.
         round: Whether a button is a circle.
@@ -60,9 +60,9 @@ class Screen:
 
     Args:
         widgets: The widgets of the page.
-        shade: Grey of the background.
+        shade: Grey level of the background.
         height: Height of the page in pixels.
-        top: First row of pixels of the page that is visible.
+        top: Number of the first visible pixel row of the page.
         ticked: Whether the box is ticked.
         focused: Whether typed text goes to the field.
         text: Content of the field.
@@ -115,11 +115,11 @@ class Screen:
         return self.type(self.clipboard)
 
     def scroll(self, clicks: int, x: float = 0, y: float = 0) -> Screen:
-        """Scroll by cells, down if `clicks` is negative, as far as the page extends, wherever the mouse is."""
+        """Scroll by `clicks` cells, down if negative, as far as the page extends. The mouse position is ignored."""
         return dataclasses.replace(self, top=min(max(self.top - CELL * clicks, 0), self.height - SIDE))
 
     def draw(self) -> Any:
-        """Draw the visible part of the page as an image of Pillow."""
+        """Draw the visible part of the page as a Pillow image."""
         from PIL import Image, ImageDraw
 
         image = Image.new("RGB", (SIDE, SIDE), (self.shade,) * 3)
@@ -144,7 +144,7 @@ class Screen:
 
 
 def make(world: int) -> tuple[Screen, str, dict[str, Any]]:
-    """Generate the screen, the instruction and the required state, as fields of `Screen`, of a task."""
+    """Generate a task: the screen, the instruction, and the required state as a dict of fields of `Screen`."""
     kind, rng = KINDS[world % len(KINDS)], random.Random(f"desk {world}")
     free, widgets = [*range(_ACROSS**2)], []
 
@@ -187,7 +187,7 @@ def rows(n: int, split: str, seed: int = 0, *, kinds: Sequence[str] = KINDS) -> 
         n: number of tasks.
         split: "train" or "test".
         seed: selects the tasks.
-        kinds: kinds of tasks, which alternate: any of `KINDS`.
+        kinds: kinds of tasks to generate in turn; any of `KINDS`.
 
     Raises:  SettingsError for an unknown kind.
     """
@@ -250,7 +250,8 @@ class Desk:
         Args:
             script: the lines, with the functions click, write, press, hotkey and scroll, pyperclip.copy and time.sleep.
         """
-        # The whole script is read before its first call is made, and a call that fails undoes the earlier ones.
+        # The whole script is parsed before its first call runs. If a call fails, the screen remains as before the
+        # script.
         screen = self._screen
         for function, given, named in [*_calls(script)]:
             screen = screen if screen.pressed else function(screen, *given, **named)
@@ -261,14 +262,14 @@ class Desk:
         return screen.draw()
 
     async def reward(self) -> float:
-        """Return 1 if the screen is in the state that the task requires."""
+        """Return 1 if the screen is in the state that the task requires, else 0."""
         return float(all(getattr(self._screen, name) == value for name, value in self._goal.items()))
 
     async def fork(self, into: Desk) -> None:
         into._screen, into._goal, into.done = self._screen, self._goal, self.done
 
 
-# Functions in scripts, and the Python types of their annotated parameters.
+# Functions that scripts can call, and the Python type for each annotation of their parameters.
 _FUNCTIONS: Mapping[str, Callable[..., Screen]] = {
     "pyautogui.click": Screen.click,
     "pyautogui.write": Screen.type,
@@ -283,7 +284,7 @@ _TYPES: Mapping[str, Any] = {"float": int | float, "int": int, "str": str}
 
 
 def _calls(script: str) -> Iterator[tuple[Callable[..., Screen], list[Any], dict[str, Any]]]:
-    """Read the functions in a script and their arguments, which must be literals."""
+    """Parse a script. Yield each function to call with its arguments, which must be literals."""
     if len(script) > MAX_SCRIPT:
         raise ToolError(f"a script must have at most {MAX_SCRIPT} characters, got {len(script)}")
     try:
@@ -292,7 +293,7 @@ def _calls(script: str) -> Iterator[tuple[Callable[..., Screen], list[Any], dict
         raise ToolError(f"the script is not valid Python: {error}") from error
     for line in lines:
         call = line.value if isinstance(line, ast.Expr) else line
-        # Generated scripts contain imports, and comments that are strings.
+        # Skip imports, and strings that serve as comments, because generated scripts contain them.
         if isinstance(call, ast.Import | ast.Constant):
             continue
         shown = str(ast.get_source_segment(script, line))[:80]
@@ -316,7 +317,7 @@ def _calls(script: str) -> Iterator[tuple[Callable[..., Screen], list[Any], dict
 
 
 def cell(widget: Widget) -> dict[str, int]:
-    """Return the arguments of a click on a widget that is on the screen when the page is at its top or end."""
+    """Return the arguments of `click` for a widget that is visible when the page is scrolled to its top or end."""
     row, column = divmod(widget.slot % _ACROSS**2, _ACROSS)
     return {"column": 2 * column, "row": 2 * row + 1}
 
@@ -334,7 +335,7 @@ def plan(world: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """Make the calls of `plan`."""
+    """Make the next call of `plan`."""
     move: Move = plan(task.fields["world"])[sum(message["role"] == "assistant" for message in messages)]
     return move
 

@@ -41,8 +41,8 @@ Rows: TypeAlias = Callable[..., list[dict[str, Any]]]
 
 
 class PlayerEngine(Engine):
-    """Engine that returns the moves of a scripted player. Their tokens have the author "script" and mask 0, so they are
-    never trained on."""
+    """Engine that returns the moves of a scripted player. Their tokens have the author "script" and mask 0, so that
+    scripted moves are never trained on."""
 
     logprobs = "no"
     reproducible = True
@@ -195,7 +195,7 @@ class Family(Displayable):
         return self._played(self.expert_player, policy, settings)
 
     def random_agent(self, policy: Policy | None = None, **settings: Any) -> Agent:
-        """Create an agent whose scripted player makes random calls and answers. Its mean reward is the baseline.
+        """Create an agent whose scripted player makes random calls and answers, to measure a baseline.
 
         The arguments are those of `expert`.
         """
@@ -203,7 +203,7 @@ class Family(Displayable):
 
     @property
     def chat(self) -> Chat:
-        """Chat of scripted players without a policy."""
+        """Chat that scripted players use if no policy is given."""
         from agentfly_kit.chat.text_chat import TextChat
 
         return TextChat() if self.images else small_chat()
@@ -234,7 +234,8 @@ def row_id(prefix: str, split: str, seed: int, number: int) -> str:
 
 
 def first_world(split: str, seed: int) -> int:
-    """Return the first of the numbers from which a split's tasks are generated. Splits and seeds share no numbers."""
+    """Return the first of the numbers from which a split's tasks are generated. No two splits or seeds share a
+    number."""
     return 2_000_000 * seed + (1_000_000 if split == "test" else 0)
 
 
@@ -271,5 +272,5 @@ def int_field(task: Task, name: str, minimum: int = 0) -> int:
 
 
 def tool_outputs(messages: Sequence[Message]) -> list[str]:
-    """Return the tool observations in `messages`, oldest first. A helper for scripted players."""
+    """Return the tool observations in `messages`, oldest first. Used by scripted players."""
     return [text_of(m) for m in messages if m["role"] == "tool"]

@@ -30,8 +30,8 @@ def from_env(
     - OpenEnv: `reset` and `step` return an object with `observation`, `reward` and `done`.
 
     `seed` (the task's seed), `options` (a task field) and `num_players=1` are passed to `reset` if it accepts them. The
-    reward of each step is a turn reward, and the metric `total` is the sum of these rewards. To train with
-    an estimator of outcomes such as "grpo", set `TrainConfig(sum_turn_rewards=True)`. By default, a chain with a
+    reward of each step is a turn reward, and the metric `total` is the sum of these rewards. To train with an
+    outcome-based estimator such as "grpo", set `TrainConfig(sum_turn_rewards=True)`. By default, a chain with a
     positive sum succeeds; `af.envs.agent(..., success=)` sets another rule. The environment cannot be forked.
 
     Args:

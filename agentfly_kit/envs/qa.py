@@ -33,7 +33,8 @@ def exact_match(response: str, answers: Iterable[str]) -> float:
 def f1(response: str, answers: Iterable[str]) -> float:
     """Return the highest word-level F1 score over the answers, counting repeated words.
 
-    If neither the response nor the answer has words, F1, precision and recall are 1. If only one has words, they are 0.
+    If neither the response nor the answer has words, F1, precision and recall are 1. If only one has words, all three
+    are 0.
     """
     return _best(response, answers, lambda common, words, expected: 2 * common / (words + expected))
 

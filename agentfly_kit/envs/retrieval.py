@@ -23,7 +23,7 @@ STOP = frozenset(
 
 
 def words(text: str) -> list[str]:
-    """Tokenize into lower-case words and numbers, dropping stop words and plural s, like Lucene's English analyzer."""
+    """Tokenize into lower-case words and numbers, without stop words and plural s, like Lucene's English analyzer."""
     found = (w for w in re.findall(r"\w+", text.lower()) if w not in STOP)
     return [w[:-1] if len(w) > 3 and w.endswith("s") and not w.endswith("ss") else w for w in found]
 

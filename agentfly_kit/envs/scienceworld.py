@@ -36,7 +36,7 @@ KINDS = tuple(VARIATIONS)
 INSTALL_JAVA = "apt-get install default-jre-headless (Debian, Ubuntu), or any Java 8 or newer"
 # Default maximum number of commands per task, as in the scienceworld package.
 STEPS = 100
-# Simplifications that the simulator offers. The setting "easy" enables all that the kind of task allows.
+# Simplifications that the simulator offers. The setting "easy" enables all of them that the kind of task allows.
 SIMPLIFICATIONS = ("openContainers", "openDoors", "noElectricalAction", "selfWateringFlowerPots", "teleportAction")
 # Maps (kind, variation, simplification) to the solution that the simulator computed when the task was loaded.
 _GOLD: dict[tuple[str, int, str], list[str]] = {}
@@ -304,7 +304,7 @@ class ScienceWorld:
     async def fork(self, into: ScienceWorld) -> None:
         """Replay the commands in `into`, which was reset to the same task.
 
-        Raises:  SandboxError if an observation differs: parts of the simulation are not reproducible.
+        Raises:  SandboxError if an observation differs, because parts of the simulation are not reproducible.
         """
         for command, seen in zip(self.commands, self.seen, strict=True):
             if await into._do(command) != seen:

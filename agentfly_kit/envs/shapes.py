@@ -1,7 +1,7 @@
 """shapes: questions about images of one to four coloured shapes, with a tool that enlarges a part of the image.
 
 Kinds of questions: the number of shapes ("count"), the colour or the position of the only shape ("colour", "position"),
-and the colour of one of several shapes ("binding"), which relates the colour and the form of the same shape.
+and the colour of the one shape with a given form ("binding").
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from agentfly_kit.types import Message, Task, images_of
 
 FORMS = ("circle", "square", "triangle")
 COLOURS = {"red": (216, 40, 40), "green": (40, 160, 60), "blue": (40, 80, 216), "yellow": (228, 196, 36)}
-# The cells of a grid of three by three, row by row.
+# Names of the cells of a three-by-three grid, row by row.
 POSITIONS = (
     "top left", "top centre", "top right", "centre left", "centre", "centre right",
     "bottom left", "bottom centre", "bottom right",
@@ -26,7 +26,7 @@ POSITIONS = (
 COUNTS = ("1", "2", "3", "4")
 # The possible answers to each kind of question.
 KINDS = {"count": COUNTS, "colour": (*COLOURS,), "position": POSITIONS, "binding": (*COLOURS,)}
-# Sides of a cell and of the image in pixels.
+# Side lengths of a cell and of the image in pixels.
 CELL, SIDE = 16, 48
 
 
@@ -46,7 +46,7 @@ def scene(count: int, rng: random.Random) -> list[Shape]:
 
 
 def draw(shapes: Sequence[Shape], rng: random.Random) -> Any:
-    """Draw shapes as an image of Pillow, with random sizes, shades and places within their cells."""
+    """Draw shapes as a Pillow image, with random sizes, shades and places within their cells."""
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (SIDE, SIDE), (rng.randint(232, 255),) * 3)
@@ -91,7 +91,7 @@ def rows(n: int, split: str, seed: int = 0, *, kinds: Sequence[str] = tuple(KIND
         n: number of tasks.
         split: "train" or "test".
         seed: selects the tasks.
-        kinds: kinds of questions, which alternate: any of `KINDS`.
+        kinds: kinds of questions to generate in turn; any of `KINDS`.
 
     Raises:  SettingsError for an unknown kind.
     """

@@ -372,7 +372,7 @@ def load(
             to the file.
         schema: prepend the names of tables and columns to each question, as is usual for Spider but not for InterCode.
 
-    Raises:  TaskError, with the file, the row and what is missing.
+    Raises:  TaskError for missing files or invalid rows. The message names the file, the row and what is missing.
     """
     path = existing_file(questions, "pass the path of Spider's dev.json or InterCode's ic_spider_dev.json")
     folder = path.parent / "database" if databases is None else Path(databases).expanduser()

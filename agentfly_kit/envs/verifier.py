@@ -11,7 +11,7 @@ from agentfly_kit.errors import SandboxError
 from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.sandboxes.settings import forward_signature
 
-# CPU and wall-clock limits per check, in seconds. The latter is larger, because the machine may be busy.
+# CPU and wall-clock limits per check, in seconds. The wall-clock limit is larger, because the machine may be busy.
 _CPU_SECONDS, _SECONDS = 2.0, 60.0
 _CODE = """
 import base64, pickle
@@ -28,7 +28,7 @@ float(score)
 
 @forward_signature(PythonSandbox, memory_mb=1024, cpu_seconds=_CPU_SECONDS)
 class Verifier(PythonSandbox):
-    """Python sandbox that preloads the package named by the class attribute `module`. A chain gets a new interpreter.
+    """Python sandbox that preloads the package in the class attribute `module`. Each chain gets a new interpreter.
 
     Args:
         **sandbox: settings of `PythonSandbox`.

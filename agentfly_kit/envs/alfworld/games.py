@@ -24,7 +24,7 @@ WORDING = {
     "pick_two_obj_and_place": ("put two {} in {}", "find two {} and put them in {}"),
 }
 KINDS = tuple(WORDING)
-# Maps a task type to the command that prepares its object, the receptacle required, and the possible object types.
+# Maps a task type to the command that prepares the object, the required receptacle, and the possible object types.
 TREATED = {
     "pick_clean_then_place_in_recep": ("clean", "sinkbasin", CLEANABLE),
     "pick_heat_then_place_in_recep": ("heat", "microwave", HEATABLE),
@@ -55,7 +55,7 @@ class Goal:
         return thing in {"clean": house.clean, "heat": house.hot, "cool": house.cool}[verb]
 
     def placed(self, house: House) -> int:
-        """Return the largest number of objects that meet the goal's requirements in one receptacle of its type."""
+        """Return the largest number of objects that meet the requirements in one receptacle of the goal's type."""
         inside = [things for place, things in house.inside.items() if place[0] == self.place]
         return max((sum(self.ready(house, thing) for thing in things) for things in inside), default=0)
 

@@ -17,8 +17,8 @@ from agentfly_kit import task_files
 Name = tuple[str, int]
 
 
-# World data: the object types that have each property, fit into each receptacle type (ALFWorld's `canContain`) and
-# occur in each room, and the minimum and maximum number of receptacles of each type in a room.
+# World data: object types by property, by receptacle type that can contain them (ALFWorld's `canContain`) and by room,
+# and the minimum and maximum number of receptacles of each type in a room.
 WORLD = task_files.bundled_json("vocabularies", "alfworld.json")
 OPENABLE, HEATABLE, COOLABLE, CLEANABLE, SLICEABLE, KNIVES = (
     frozenset(WORLD["kinds"][name].split())

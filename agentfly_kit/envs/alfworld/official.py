@@ -1,7 +1,7 @@
 """Games run by TextWorld: ALFWorld's games (`game.tw-pddl`) and TextWorld's own games (`.json`, `.z8`).
 
-They require `textworld` and, for `game.tw-pddl`, ALFWorld's planner `fast_downward_textworld`, which is compiled during
-installation. Nothing is downloaded; ALFWorld's command `alfworld-download` downloads its games.
+These games require `textworld` and, for `game.tw-pddl`, ALFWorld's planner `fast_downward_textworld`, which is compiled
+during installation. Nothing is downloaded; ALFWorld's command `alfworld-download` downloads its games.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ FETCH = (
     "to get the original games, type `pip install alfworld` (takes minutes) and `alfworld-download`, and pass "
     "the folder ~/.cache/alfworld/json_2.1.1"
 )
-# Serializes calls to TextWorld, whose parsers keep module-level state.
+# Lock that serializes calls to TextWorld, whose parsers keep module-level state.
 _LOADING = threading.Lock()
 
 

@@ -1,4 +1,4 @@
-"""Planner that finds commands to reach a goal from any state. It uses all objects, including those not yet seen."""
+"""Planner that finds commands to reach a goal from any state. Plans use all objects, including those not yet seen."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Walk:
         self.do(f"take {text(thing)} from {text(place)}")
 
     def drop(self) -> None:
-        """Put the held object into the current receptacle if possible, else preferably into one that cannot close."""
+        """Put the held object into the current receptacle if possible, else preferably into one that is always open."""
         held = self.house.held
         assert held is not None
         places = [place for place in self.house.inside if held[0] in HOLDS[place[0]]]

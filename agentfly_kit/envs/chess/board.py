@@ -1,6 +1,6 @@
 """Positions of chess: parsing, text, move notation and forced mates.
 
-The rules are those of python-chess (`chess`, GPL-3), which is imported when the first position is made.
+The rules are those of python-chess (`chess`, GPL-3), which is imported when the first position is created.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def read(board: Board, text: str) -> Move | None:
     plain = re.sub(r"[#!?]+$|\s*e\.p\.$", "", text.strip()[:20])  # no move is longer
     for parse, written in ((board.parse_uci, plain.lower()), (board.parse_san, plain)):
         try:
-            return parse(written) or None  # python-chess also reads moves that pass
+            return parse(written) or None  # python-chess also reads null moves
         except ValueError:
             continue
     return None

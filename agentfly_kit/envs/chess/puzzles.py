@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from chess import Board, Move
 
 SIZES = {"train": 128, "test": 64}
-# Of several mates in the second move, the solution is the one with the first square of departure and then the first of
-# these directions, for pawns the last. The included puzzles and the policies trained on them depend on the order.
+# If several second moves mate, the solution is the one from the first square and, from that square, in the first of
+# these directions (for pawns, the last). The included puzzles and the policies trained on them depend on the order.
 _WAYS = (
     (1, 2), (2, 1), (2, -1), (1, -2), (-1, -2), (-2, -1), (-2, 1), (-1, 2),
     (1, 1), (1, -1), (-1, -1), (-1, 1), (1, 0), (0, -1), (-1, 0), (0, 1),
@@ -39,7 +39,7 @@ def random_position(rng: random.Random) -> Board | None:
 
 
 def puzzle(rng: random.Random, mate: int) -> tuple[Board, list[Move]]:
-    """Sample a position where exactly one move forces mate in `mate` (1 or 2) moves. Return it with the solution."""
+    """Sample a position where exactly one move forces mate in `mate` (1 or 2) moves. Return it and the solution."""
     while True:
         board = random_position(rng)
         if board is None:

@@ -43,7 +43,7 @@ _CHECKS: dict[str, Callable[[str, Any], float]] = {
 def scripted(question: Task, attempt: int) -> str:
     """Return the output of a judge that applies each criterion's `check`, such as ["says", "fig"], without a model.
 
-    Use it as an engine with `ScriptedEngine(scripted)`.
+    Use this function as an engine with `ScriptedEngine(scripted)`.
 
     Raises:  SettingsError for a rubric without checks.
     """
@@ -86,7 +86,7 @@ def _is_check(given: Any) -> bool:
 
 
 class Written:
-    """Environment in which an agent writes one text, which a judge scores.
+    """Environment in which an agent writes one text and a judge scores it.
 
     Args:
         judge: the `Judge` that scores the text; by default a scripted one, which needs no model.

@@ -97,7 +97,7 @@ class Rubric(Displayable):
 
 @dataclass(frozen=True, repr=False)
 class Judgement(Displayable):
-    """Verdict on one answer. `score` is from 0 to 1. If it is None, `why` gives the reason. `points` maps each
+    """Verdict on one answer. `score` is from 0 to 1. If `score` is None, `why` gives the reason. `points` maps each
     criterion to its points, scaled to 0 to 1. `outputs` contains the judge's output for each attempt.
     """
 
@@ -170,7 +170,7 @@ def _number(value: Any, max_points: int) -> float | None:
 
 
 def read_choice(text: str) -> tuple[float | None, str]:
-    """Parse the last <better> tag of the judge's output, which contains 1, 2 or tie.
+    """Parse the judge's last <better> tag, which contains 1, 2 or tie.
 
     Returns: (1 for the first answer, 0 for the second or 0.5 for a tie, ""), or (None, reason).
     """
@@ -183,7 +183,7 @@ def read_choice(text: str) -> tuple[float | None, str]:
 
 
 def read_order(text: str, n: int) -> tuple[list[int] | None, str]:
-    """Parse the last <order> tag of the judge's output, which ranks n numbered answers.
+    """Parse the judge's last <order> tag, which ranks n numbered answers.
 
     Returns: (the numbers 1 to n, best first, ""), or (None, reason).
     """
@@ -282,7 +282,7 @@ class Judge(Displayable):
     def reward(self, *, weight: float = 1.0, name: str = "judge") -> Reward[..., Any]:
         """Return a reward for `Agent(reward=...)` that scores the final answer, with points per criterion as metrics.
 
-        A missing answer scores 0. If the judge fails, the answer is unscored, and the trajectory's error is the reason.
+        A missing answer scores 0. If the judge fails, the answer is unscored, and the trajectory's error states why.
         """
 
         async def judged(final: str | None, trajectory: Trajectory) -> dict[str, float]:

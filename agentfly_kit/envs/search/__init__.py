@@ -1,8 +1,8 @@
 """search: questions of one to three hops, answered by searching an encyclopedia (as in HotpotQA and Search-R1).
 
-The included corpus is fictional, so that no model has seen it in pretraining. Your own corpus is a list of texts or a
-file. Retrieval uses BM25, or vectors if an embedding model is given. The reward is exact match after SQuAD's
-normalisation, or F1 with `metric="f1"`; the metrics contain both.
+The included corpus is fictional, so that no model has seen it in pretraining. You can also use your own corpus, a list
+of texts or a file. Retrieval uses BM25, or vectors if an embedding model is given. The reward is exact match after
+SQuAD's normalisation, or F1 with `metric="f1"`; the metrics contain both.
 
     agent = af.envs.search.agent(policy, options={"topk": 3})
     agent = af.envs.search.agent(engine, chat=af.Chat(tokenizer, format="search"))      # Search-R1's tags
@@ -119,8 +119,8 @@ class Search:
     Args:
         corpus: a `Corpus`, a path, or texts; by default the included encyclopedia.
         topk: number of documents per search.
-        dense: an embedding: a function from strings to vectors, or the folder of a transformers model. By default, BM25
-            is used instead.
+        dense: an embedding function from strings to vectors, or the folder of a transformers model. By default, BM25 is
+            used instead.
         metric: the score used as the reward, "em" or "f1".
         brief: for small models, show only a snippet of each document instead of "Doc 1(Title: ...)" and its text. The
             snippet is the clause that shares the most words with the query, not counting words of the title.

@@ -107,7 +107,7 @@ def path(question: Question, world: int = 0) -> list[tuple[str, str, str]]:
 def questions(world: int = 0) -> tuple[Question, ...]:
     """Return all questions of one to three hops that visit no entry twice, in random order.
 
-    Questions of one, two and three hops alternate until no question of one of these lengths is left. The others follow.
+    Questions of one, two and three hops alternate until no question of one of these lengths is left. The rest follow.
     """
     by_length: dict[int, list[Question]] = {n: [] for n in range(1, MAX_HOPS + 1)}
     every = entries(world)

@@ -414,7 +414,7 @@ def expert(policy: Policy | None = None, **settings: Any) -> Agent:
 def tasks(
     n: int | None = None, split: str | None = None, *, seed: int = 0, catalogue: Catalogue | str | None = None
 ) -> Tasks:
-    """Return n tasks of the split "train" or "test", or n of each by default.
+    """Return n tasks of the split "train" or "test", or n of each split by default.
 
     `catalogue` is your own Catalogue, or the folder with its files. By default, the fictional catalogue is used.
     """

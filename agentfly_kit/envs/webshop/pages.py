@@ -64,7 +64,7 @@ def sub(instruction: str, product: Product, name: str) -> Page:
 
 
 def done(product: Product, options: Mapping[str, str], goal: Mapping[str, Any], reward: float) -> Page:
-    """Return the page that follows a purchase and shows the score. It is not shown to the model."""
+    """Return the page that follows a purchase and shows the score. The model never sees this page."""
     none = (part for name in ("attrs", "category", "query", "product category") for part in (name, "None"))
     bought = ("Purchased", "asin", product.asin, "options", json.dumps(dict(options)), *none)
     wanted = {"asin": "asin", "options": "goal_options", "attrs": "attributes", "price upper": "price_upper"}

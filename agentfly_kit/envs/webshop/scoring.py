@@ -48,7 +48,7 @@ def score(product: Product, goal: Mapping[str, Any], options: Iterable[str], nou
     attributes = sum(_has(product, wanted) for wanted in goal["attributes"])
     wanted_options = goal["goal_options"]
     chosen = [color_of(value) for value in options]
-    if isinstance(wanted_options, Mapping):  # synthetic goals have (name, value) pairs, with colours as given
+    if isinstance(wanted_options, Mapping):  # synthetic goals have (name, value) pairs with unchanged colours
         wanted_values = [str(pair) for pair in wanted_options.items()]
     else:
         wanted_values = [color_of(value) for value in wanted_options]
