@@ -1,1 +1,1 @@
-"""Engines, which map token ids to sampled token ids with logprobs. They are independent of tools and rewards."""
+"""Engines map token ids to sampled token ids with logprobs, independently of tools and rewards."""

@@ -28,7 +28,7 @@ class Engine(Displayable, ABC):
         vocab_size: Number of tokens in the vocabulary; None if unknown.
         remote: True if the weights are on servers, which other processes may share.
         images: Maximum number of images in the messages of a request; 0 if the engine reads text only.
-        image_obstacle: Reason why the engine reads text only; "" if it reads images or has nothing to add.
+        image_obstacle: Reason why the engine reads text only; "" if it reads images or gives no reason.
     """
 
     tokens: Literal["exact", "none"] = "exact"
@@ -78,7 +78,7 @@ class Engine(Displayable, ABC):
     ) -> tuple[Any, Any, float]:
         """Return the `top` most probable next ids, their logprobs, and the entropy of the full distribution in nats.
 
-        `images` states which of the ids are placeholders of images.
+        `images` contains the spans of ids that are placeholders of images.
         """
         raise EngineError(f"{type(self).__name__} does not support distribution(); use LocalEngine")
 
@@ -114,7 +114,7 @@ class Engine(Displayable, ABC):
 
 
 def chat_for(engine: Engine, chat: Chat | None, caller: str) -> Chat | None:
-    """Return `chat` or, by default, that of the engine's policy. Raise SettingsError if the engine needs one."""
+    """Return `chat` or, by default, that of the engine's policy. Raise SettingsError if a required chat is missing."""
     if not isinstance(engine, Engine):
         raise SettingsError(f"engine must be an engine, such as af.OpenAIEngine(base_url, model), got {engine!r}")
     chat = getattr(getattr(engine, "policy", None), "chat", None) if chat is None else chat
@@ -126,7 +126,7 @@ def chat_for(engine: Engine, chat: Chat | None, caller: str) -> Chat | None:
 async def sample_text(
     engine: Engine, chat: Chat | None, question: Task, sampling: Sampling, seed: int, turn: int = 0
 ) -> str:
-    """Sample a reply to the messages of a task that is not part of a chain, and return its text."""
+    """Sample a reply to the messages of a task outside any chain, and return the text of the reply."""
     session = f"{question.id} {seed}"
     try:
         ids = () if chat is None else chat.prompt(question.messages)

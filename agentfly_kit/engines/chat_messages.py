@@ -12,7 +12,7 @@ from agentfly_kit.types import Message, ToolCall, images_of
 def wire_messages(messages: Sequence[Message], thinking_field: str) -> list[dict[str, Any]]:
     """Convert messages to the OpenAI format, in which the arguments of tool calls are JSON strings.
 
-    Thinking is sent in `thinking_field`, because some servers reject a conversation with tool calls that lacks it.
+    Thinking is sent in `thinking_field`, because some servers reject conversations with tool calls but no thinking.
 
     The API requires that a tool result follows its call. The result of a call that could not be parsed has no
     matching call and is sent as a user message. Images of tool results are sent in a user message after the results.

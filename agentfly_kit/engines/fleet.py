@@ -312,8 +312,8 @@ class Fleet(Engine):
         if not member.gap <= limit:
             dtype = getattr(member.engine, "dtype", None)
             return (
-                f"its logprobs differ by {member.gap:.2g} nats from the expected ones, more than {limit:g}: it has "
-                f"other weights, or another precision than the policy{f' (its dtype is {dtype})' if dtype else ''}"
+                f"its logprobs differ by {member.gap:.2g} nats from the expected ones, more than {limit:g}: its "
+                f"weights or its precision differ from those of the policy{f' (its dtype is {dtype})' if dtype else ''}"
             )
         # If an engine missed a small update, its logprobs are within the tolerance, but have not changed at all.
         moved = max((abs(a - b) for a, b in zip(member.expected, expected, strict=False)), default=0.0)

@@ -1,4 +1,4 @@
-"""HTTP client of the engines, which retries requests after temporary errors."""
+"""HTTP client that retries requests of the engines after temporary errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from agentfly_kit.errors import EngineError
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 # Maximum wait before a retry in seconds, even if the server's Retry-After is longer.
 _MAX_RETRY_WAIT = 30.0
-# Command that starts a server from which policies can be trained.
+# Command that starts a vLLM server whose samples can be used for training.
 SERVE_COMMAND = (
     "python -m vllm.entrypoints.openai.api_server --model <folder> --logprobs-mode processed_logprobs "
     "--generation-config vllm"
@@ -20,7 +20,7 @@ SERVE_COMMAND = (
 
 
 class Refused(EngineError):
-    """A server rejected a request with a status after which no retry is made."""
+    """Raised when a server rejects a request with a status that is not retried."""
 
     def __init__(self, text: str, status: int) -> None:
         super().__init__(text)
@@ -28,7 +28,7 @@ class Refused(EngineError):
 
 
 class RetryingClient:
-    """Client of one server. It can be pickled, and used in several event loops.
+    """HTTP client for one server. It can be pickled and used in several event loops.
 
     Args:
         base_url: Address of the server, without a slash at the end.
@@ -48,7 +48,7 @@ class RetryingClient:
         self._timeout = timeout
         self._retries = retries
         self._backoff = backoff
-        # A client can only be used in the event loop in which it was created.
+        # Each httpx2 client can be used only in the event loop in which it was created.
         self._clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Any] = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
@@ -73,12 +73,12 @@ class RetryingClient:
 
         Args:
             method: "GET" or "POST".
-            path: Path below `base_url`, or an address.
+            path: Path below `base_url`, or a full URL.
             body: Body, sent as JSON.
             retries: Number of retries; by default that of the client.
 
         Raises:
-            Refused: If the server rejects the request with a status after which no retry is made.
+            Refused: If the server rejects the request with a status that is not retried.
             EngineError: If all attempts failed, or the response is not valid JSON.
         """
         import httpx2

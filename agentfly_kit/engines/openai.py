@@ -131,7 +131,7 @@ class OpenAIEngine(Engine):
         self._failed_updates = 0
         # Label of the last update's weights, which the server stores until it is restarted.
         self._label = ""
-        # Number of failed connections (`http.disconnections`) after which the label was the same.
+        # Value of `http.disconnections` when the label was last verified.
         self._verified = 0
         # A lock can only be used in the event loop in which it was created.
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
@@ -229,7 +229,7 @@ class OpenAIEngine(Engine):
                 )
 
     async def _logprobs_after_temperature(self) -> bool | None:
-        """Return True if temperature scaling affects the server's logprobs; None if it returns no ids or logprobs.
+        """Return True if temperature scaling affects the server's logprobs; None without ids or logprobs.
 
         Temperature 2 halves the logits, and therefore the difference between the logprobs of any two tokens.
         """
@@ -239,7 +239,7 @@ class OpenAIEngine(Engine):
         shared = sorted(set(plain) & set(halved), key=plain.__getitem__)
         between = plain[shared[-1]] - plain[shared[0]] if shared else 0.0
         if between < 1e-3:
-            # Undecidable from this prompt; False restricts sampling to temperatures 0 and 1.
+            # This prompt does not give an answer; False restricts sampling to temperatures 0 and 1.
             return False
         return math.isclose(halved[shared[-1]] - halved[shared[0]], between / 2, rel_tol=0.05)
 
@@ -279,7 +279,7 @@ class OpenAIEngine(Engine):
         return await self._sample_text(request, sampling, began)
 
     def constraint_obstacle(self) -> str:
-        return "exact tokens of a server have no kept mass; use tokens='none', or LocalEngine" if self._exact else ""
+        return "the server reports no kept mass; use tokens='none', or LocalEngine" if self._exact else ""
 
     async def _sample_ids(self, ids: Sequence[int], sampling: Sampling, began: float) -> Sample:
         if not self.stop_ids:
@@ -358,7 +358,7 @@ class OpenAIEngine(Engine):
             body["tools"] = list(request.tools)
         if request.constraint is not None:
             body |= json.loads(request.constraint.body)
-        # Servers may reject options that the API lacks, so send those only if they are set.
+        # Servers may reject options that the API lacks, so send such options only if they are set.
         options = {"top_k": sampling.top_k, "min_p": sampling.min_p, "stop": sampling.stop}
         body |= {name: value for name, value in options.items() if value != getattr(Sampling(), name)}
         sent = {name: value for name, value in (body | self._extra).items() if value is not None}

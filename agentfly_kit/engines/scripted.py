@@ -20,8 +20,8 @@ class ScriptedEngine(Engine):
 
     The tokens have the author "script" and mask 0, because no policy sampled them.
 
-    A script checks tools, a reward or an environment before there is a policy. The agent then needs the chat of any
-    tokenizer, such as that of the tiny policies, which is part of the package::
+    Use a script to check tools, a reward or an environment before there is a policy. The agent then needs the chat of
+    any tokenizer, such as that of the tiny policies, which is part of the package::
 
         script = ['<tool_call>{"name": "guess", "arguments": {"number": 7}}</tool_call>']
         agent = af.envs.agent(Guess, af.ScriptedEngine(script), chat=af.Chat(af.tiny.tokenizer()))

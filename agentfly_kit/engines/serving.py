@@ -32,11 +32,13 @@ _POLL_SECONDS = 0.2
 
 
 class VLLMServer(Displayable):
-    """A vLLM server that runs in a separate process and samples from a policy; `OpenAIEngine.update` updates it.
+    """A vLLM server that runs in a separate process and samples from a policy; `OpenAIEngine.update` updates the
+    weights.
 
     Use `server = await serve_vllm(policy).start()` and later `await server.close()`, or `async with`. The server also
-    stops when this process ends or is killed. It listens on the loopback interface only, because any client could
-    change its weights through the development endpoints. To use it from another machine, open a tunnel (`ssh -L`).
+    stops when this process ends or is killed. The server listens on the loopback interface only, because any client
+    could change its weights through the development endpoints. To use the server from another machine, open a tunnel
+    (`ssh -L`).
 
     Args:
         policy: The policy, or a folder or hub name of a model.
@@ -130,7 +132,7 @@ class VLLMServer(Displayable):
     def _flags(self) -> list[str]:
         settings = self._model._settings()
         flags = ["--host", "127.0.0.1", "--port", str(self.port), "--served-model-name", _MODEL]
-        flags.append("--disable-uvicorn-access-log")  # it would contain one line per request
+        flags.append("--disable-uvicorn-access-log")  # the log would contain one line per request
         for name, value in settings.items():
             flag = name.replace("_", "-")
             if isinstance(value, bool):

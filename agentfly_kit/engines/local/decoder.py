@@ -46,7 +46,7 @@ def cached_forward(policy: Policy) -> CachedForward:
     reason = unsupported_attention(short, recurrent=True)
     try:
         if not reason and not _passes_trial(short, _modules_forward(short, trunk.config)):
-            reason = "a trial gave other hidden states with a KV cache than without one"
+            reason = "a trial gave different hidden states with and without a KV cache"
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         reason = f"a trial raised {type(error).__name__}: {error}"
         if isinstance(error, AttributeError) and isinstance(error.obj, KVCache):
@@ -96,7 +96,7 @@ def _passes_trial(trunk: Any, forward: CachedForward) -> bool:
 
 
 class FusedLlamaDecoder:
-    """Decoder for small Llama-like float32 models on a CPU that fuses projections of the same input."""
+    """Decoder that fuses projections of the same input, for small Llama-like float32 models on a CPU."""
 
     @classmethod
     def try_build(cls, trunk: Any) -> FusedLlamaDecoder | None:
@@ -249,6 +249,6 @@ def _is_supported(trunk: Any) -> bool:
 def _has_plain_projections(layer: Any) -> bool:
     a, mlp = layer.self_attn, layer.mlp
     without_bias = (a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    # An adapter would wrap these modules, which changes their type.
+    # An adapter would wrap these modules and thus change their type.
     linear = all(type(m) is nn.Linear for m in (a.q_proj, a.k_proj, a.v_proj, *without_bias))
     return linear and all(m.bias is None for m in without_bias)

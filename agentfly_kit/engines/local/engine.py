@@ -79,7 +79,7 @@ class LocalEngine(Engine):
         # Modified only by the engine's thread.
         self._batch = ContinuousBatch(policy, self.slots, alternatives)
         if policy.chat.reader is not None:
-            _ = self.images  # run the trial now, because later the weights may be changing
+            _ = self.images  # run the trial now, because the weights may change later
 
     def __reduce__(self) -> Any:
         # A pickled engine that is loaded in another process has empty caches and its own copy of the policy.
@@ -103,7 +103,7 @@ class LocalEngine(Engine):
         if getattr(config, "kv_lora_rank", None):
             return "attention whose keys and values differ in size was not tested for batch invariance"
         if self._batch.table.num_replaced:
-            return "histories were computed again, because more chains were alive than slots"
+            return "histories were recomputed, because there were more unfinished chains than slots"
         with single_torch_thread(self.policy):
             return (
                 None if is_batch_invariant(torch.get_num_threads()) else "the processor's kernels depend on the batch"
@@ -250,7 +250,7 @@ class LocalEngine(Engine):
                     while not (self._inbox or batch.waiting or batch.table.active or self._exiting):
                         if self._wake.wait(_IDLE_SECONDS) or self._inbox:
                             continue
-                        if self._submitted:  # their event loop is blocked or closed
+                        if self._submitted:  # the event loop of these requests is blocked or closed
                             self._inbox.extend(self._submitted)
                             self._submitted.clear()
                         else:

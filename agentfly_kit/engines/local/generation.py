@@ -21,15 +21,15 @@ from agentfly_kit.policy.attention import is_recurrent
 from agentfly_kit.policy.policy import Policy
 
 # Maximum numbers of tokens per prefill and per forward pass of a prefill, including padding. On a CPU, intermediate
-# results of a forward pass should fit into the cache. The limits of other devices have not been measured.
+# results of a forward pass should fit into the processor's cache. The limits for other devices have not been tuned.
 _CPU_PREFILL_TOKENS, _CPU_FORWARD_TOKENS = 4096, 512
 _PREFILL_TOKENS, _FORWARD_TOKENS = 32768, 8192
 # Possible widths of a prefill chunk in tokens.
 _CHUNK_WIDTHS = (8, 16, 24, 32, 40, 48, 56, 64, 96, 128, 192, 256)
-# A request waits until the first prompt of a prefill is in the cache if it can then copy this many tokens more.
-# The prompts of a rollout usually share their system message.
+# A request waits for the first prompt of a prefill if it can then copy at least this many more tokens. The prompts of a
+# rollout usually share their system message.
 _MIN_SHARED_TOKENS = 32
-# A prefill starts when more requests wait than run, or when the oldest has waited for more decode steps than this.
+# A prefill starts when more requests wait than run, or when one has waited for more than this many decode steps.
 _PREFILL_MAX_WAIT = 12
 
 
@@ -66,7 +66,7 @@ class ContinuousBatch:
         for session in released:
             table.release(session)
         if self._drop_cancelled():
-            # The chains of a closed event loop, which may hold leases, are in reference cycles.
+            # Chains of a closed event loop are in reference cycles and may still hold leases.
             collect()
         if self.waiting:
             for request in self.waiting:
@@ -103,7 +103,7 @@ class ContinuousBatch:
     def _prefill(self) -> bool:
         """Assign slots to waiting requests, prefill their prompts and sample their first tokens.
 
-        Returns whether requests wait for a prefix that is in the cache now.
+        Returns True if requests are waiting for a prefix that is now in the cache.
         """
         table = self.table
         chosen: list[tuple[Request, int, int]] = []
@@ -171,7 +171,7 @@ class ContinuousBatch:
         return shares
 
     def _should_wait(self, request: Request, first: tuple[Request, int, int]) -> bool:
-        """Return True if many tokens of the request will be in the cache after the prefill of `first`, but are not now.
+        """Return True if many tokens of the request will be in the cache only after the prefill of `first`.
 
         `first` contains the first chosen request, its slot, and the number of tokens already in that slot.
         """
@@ -354,12 +354,12 @@ class _WeightMonitor:
         self._policy = policy
         self._key: tuple[int, int] | None = None
         self._values = torch.empty(0)
-        # From the last thorough check; None if the weights have changed since
+        # Summaries from the last thorough check; None if the weights have changed since then
         self._summaries: Tensor | None = None
         self._probes: dict[object, Tensor] = {}
 
     def _summary(self, p: Tensor) -> Tensor:
-        if p.dim() < 2 or not p.is_floating_point() or p.dtype.itemsize < 2:  # for quantized weights, first elements
+        if p.dim() < 2 or not p.is_floating_point() or p.dtype.itemsize < 2:  # of quantized weights, take the first
             return p.detach().flatten()[: None if p.dim() < 2 else 8].float()
         key = (p.shape[-1], p.dtype, p.device)
         if key not in self._probes:

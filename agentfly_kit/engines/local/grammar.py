@@ -1,4 +1,4 @@
-"""Tokens that a `Constraint` allows, from the package llguidance, which is imported when a constraint is first used."""
+"""Compute the tokens that a `Constraint` allows, with the package llguidance, which is imported on first use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CACHE_SIZE = 256
 
 
 def obstacle(chat: Chat) -> str:
-    """Return the reason why samples of this tokenizer cannot be constrained, or ""."""
+    """Return the reason why samples with this tokenizer cannot be constrained, or ""."""
     if importlib.util.find_spec("llguidance") is None:
         return "it requires llguidance: pip install 'agentfly_kit[constraints]'"
     if not hasattr(chat.tokenizer, "backend_tokenizer"):

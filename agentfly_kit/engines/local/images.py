@@ -1,4 +1,4 @@
-"""Images in the prompts of a `LocalEngine`. This module is imported with the first such prompt."""
+"""Images in the prompts of a `LocalEngine`. This module is imported when the first such prompt arrives."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from agentfly_kit.engines.local.slots import Request
 from agentfly_kit.policy.attention import agree
 from agentfly_kit.policy.vision import Features, row_images, trial_rows
 
-# Size in bytes up to which the features of images are kept. A large image of a large model has tens of megabytes.
+# Maximum size of the cached features of images in bytes. In a large model, those of a large image take up tens of
+# megabytes.
 _CACHE_BYTES = 2**29
 
 
@@ -25,8 +26,8 @@ class PromptImages:
     Args:
         policy: The policy.
         chosen: Request, slot and number of tokens already in the slot, for each prompt.
-        cache: Features of images, keyed by digest, under the number of the weights.
-        weights: Number of the current weights.
+        cache: Features of images, keyed by the number of the weights and then by digest.
+        weights: Number that identifies the current weights.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ def find_obstacle(policy: Any) -> str:
             decoded = {"position_ids": positions + request.shift}
             options = shown.options(*given, slots) if stop < count - 1 else decoded
             parts.append(_modules_forward(policy.decoder)(cache, slots, *given, "trial", options))
-    except Exception as error:  # models differ in their arguments
+    except Exception as error:  # a model may not accept these arguments
         return f"a trial with a KV cache raised {type(error).__name__}: {error}"
     same = agree(expected, torch.cat(parts, 1))
-    return "" if same else "a trial gave other hidden states with a KV cache than without one"
+    return "" if same else "a trial gave different hidden states with and without a KV cache"

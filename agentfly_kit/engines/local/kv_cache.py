@@ -2,17 +2,17 @@
 
 A batch that consists of the leading slots needs no copies, so the engine moves running sequences there with `swap`.
 Attention layers of transformers call `update`, which returns all keys and values; `prepare` returns the causal mask.
-Convolutions and linear attention replace the states of a slot instead, which cannot be reset to an earlier token.
+Convolutions and linear attention instead replace the state of a slot, which then cannot be reset to an earlier token.
 
 Decoding is batch-invariant in float32 on a CPU: the results for a row are bitwise identical for any batch composition.
 A matrix product computes each row independently, attention processes one row at a time, and the keys after a row's end
 have a weight of exactly zero. Measurements revealed these exceptions:
 
-- MKL uses different kernels for different numbers of rows, unless MKL_CBWR requests strict reproducibility, which the
-  import of agentfly_kit does. `is_batch_invariant` checks it.
+- MKL uses different kernels for different numbers of rows, unless MKL_CBWR requests strict reproducibility. Importing
+  agentfly_kit sets this variable, and `is_batch_invariant` checks the effect.
 - An elementwise function uses a different formula for the last elements of a tensor if the size is not a multiple of
-  the vector width. Batches of a multiple of eight rows avoid this.
-- Torch uses its own kernel for products of fewer than 400 multiplications. At least 64 keys avoid this.
+  the vector width. Batch sizes that are multiples of eight avoid this.
+- Torch uses its own kernel for products of fewer than 400 multiplications. Using at least 64 keys avoids this.
 - A product sums over many keys in several parts. Up to 192 keys form one part; for more keys, the parts depend on the
   number of keys and on the processor. Torch's fused attention multiplies blocks of 512 keys, so `padded` avoids a last
   block of 193 to 511 keys. `weighted_sum` multiplies blocks of at most 192 keys, so `aligned` is sufficient for it.
@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# Torch's fused attention processes this number of keys at once.
+# Number of keys that Torch's fused attention processes at once.
 _FUSED_BLOCK = 512
 # Number of keys over which a product sums in one pass on all processors that were measured.
 _KEY_BLOCK = 192
@@ -132,7 +132,7 @@ class _LayerStates:
 
 
 class KVCache:
-    """Keys and values of many sequences. Slot i contains those of the tokens with `row_keys[i, :length[i]]`.
+    """Keys and values of many sequences. Slot i contains those of the tokens `row_keys[i, :length[i]]`.
 
     The row keys are token ids or, at placeholders of images, hashes of the images; see `Row.keys`.
 
@@ -147,7 +147,7 @@ class KVCache:
         self.length: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
         # Number of leading tokens of each slot that were prefilled. Decoding rounds keys differently.
         self.prefilled: npt.NDArray[np.int64] = np.zeros(count, dtype=np.int64)
-        # Keys (0) and values (1) by layer, (count, heads, capacity, head size), allocated in its first `update`.
+        # Keys (0) and values (1) by layer, (count, heads, capacity, head size), allocated by the first `update`.
         self._held: dict[tuple[int, int], Tensor] = {}
         # Recurrent states by layer, attribute of `_LayerStates` and index, (count, ...).
         self._states: dict[tuple[int, str, int], Tensor] = {}

@@ -37,7 +37,7 @@ def sample_tokens(
     """Sample one token per row by inverting the cumulative distribution; temperature 0 selects the most probable token.
 
     Tokens outside `allowed` are excluded before the other filters. Logprobs and entropies are those of the
-    distribution after temperature and before truncation. For greedy rows, whose distribution is degenerate, they are
+    distribution after temperature and before truncation. For greedy rows, whose distribution is degenerate, both are
     computed at temperature 1.
 
     Shapes:  logits (B rows, V ids) float32; temperatures (B,); noise (B,) float64 in [0, 1); top_p, top_k, min_p (B,);

@@ -16,9 +16,9 @@ from agentfly_kit.errors import EngineError
 from agentfly_kit.samples import Sample, Sampling
 from agentfly_kit.types import ImageSpan
 
-# Batch sizes are multiples of this, because other sizes use kernels that round differently; see kv_cache.py.
+# Batch sizes are multiples of this number, because other sizes use kernels that round differently; see kv_cache.py.
 ROW_MULTIPLE = 8
-# The capacity of a slot, in tokens, grows in multiples of this, up to the model's context length.
+# The capacity of a slot grows in multiples of this number of tokens, up to the model's context length.
 _CAPACITY_STEP = 256
 
 
@@ -27,7 +27,7 @@ class Request:
     """A request and the tokens sampled for it so far."""
 
     ids: npt.NDArray[np.int64]
-    # Equal prefixes of keys, not of ids, have equal keys and values in the cache; see `Row.keys`.
+    # Rows with equal prefixes of these keys, not of ids, have equal keys and values in the cache; see `Row.keys`.
     row_keys: npt.NDArray[np.int64]
     sampling: Sampling
     seed: int
@@ -39,9 +39,9 @@ class Request:
     top: int = 0
     # Matcher of the constraint, see grammar.py; None if all tokens are allowed.
     matcher: Any = None
-    # Which of the ids are placeholders of images.
+    # Spans of the ids that are placeholders of images.
     images: Sequence[ImageSpan] = ()
-    # Difference of rotary positions and positions after the prompt, because an image takes fewer rotary positions.
+    # Difference between rotary position and position after the prompt; an image takes up fewer rotary positions.
     shift: int = 0
     started: float = field(default_factory=time.perf_counter)
     # Number of decode steps that the request has waited for its prefill.
@@ -145,7 +145,7 @@ class SlotTable:
         """Assign a slot to a request. Return (slot, number of ids already in it), or None if no slot is idle.
 
         If every idle slot belongs to a session, slots are first added for all `waiting` requests, up to the limit. If
-        `empty`, no common prefix is looked up, because the caller will copy the whole prompt.
+        `empty` is True, no common prefix is looked up, because the caller will copy the whole prompt.
         """
         own = self.session_slot.get(request.session)
         self._grow(len(request.ids) + request.limit + 1, waiting if own is None else 0)
@@ -157,7 +157,7 @@ class SlotTable:
         if not common and not empty:
             usable = np.array([slot.weights == self.weights for slot in self._slots])
             source, common = self.cache.longest_prefix(request.row_keys, own, usable)
-            # Compute decoded keys again, because other chains affect which of them are still cached.
+            # Recompute decoded keys, because other chains affect which of them are still cached.
             if own is None:
                 common = min(common, int(self.cache.prefilled[source]))
         common = min(common, len(request.ids) - 1)  # at least one token must be computed for its logits

@@ -91,7 +91,7 @@ class VLLMEngine(Engine):
             raise EngineError(f"engine_args must not set {names}, which would change the logprobs")
         self._engine_args = engine_args
         self._config = load_config(self.model)
-        # Config of the language model, if the model has other parts.
+        # Config of the language model, which may be only a part of the model.
         self._text_config = self._config.get_text_config()
         self._stop_ids = tuple(stop_ids) if stop_ids is not None else None
         self._reader_error = ""
@@ -149,7 +149,8 @@ class VLLMEngine(Engine):
             return None
         from agentfly_kit.chat.images import load_processor
 
-        # Text can be sampled from any model. Errors of the tokenizer are raised without images, too.
+        # Without an image processor, text can still be sampled. Errors of the tokenizer are raised in any case, when
+        # the chat is made without a processor.
         try:
             return cast(Chat, make(processor=load_processor(self.model, tokenizer, self._config)))
         except Exception as error:
@@ -223,7 +224,7 @@ class VLLMEngine(Engine):
             # If no caller is waiting for the start any more, stop vLLM in the background.
             if host.abandoned:
                 self._drop(host)
-                # Not a daemon, so that the process waits for it.
+                # This thread is not a daemon, so that the process waits for it.
                 stopping = threading.Thread(target=host.stop, name="agentfly-vllm-stop")
                 stopping.start()
             raise
@@ -364,7 +365,7 @@ class VLLMEngine(Engine):
 
     @staticmethod
     def _versions(got: Any, count: int, version: int) -> tuple[int, ...]:
-        """Return the policy version of each token. If vLLM does not report versions, it is `version`."""
+        """Return the policy version of each token, which is `version` if vLLM does not report versions."""
         out = [version] * count
         for span in getattr(got, "weight_versions", None) or ():
             if span.version.isdigit():
@@ -430,9 +431,9 @@ class VLLMEngine(Engine):
     async def update(self, policy: Any) -> None:
         """Load the policy's weights into vLLM. Running requests are paused and continue with the new weights.
 
-        The weights are first gathered in a file: in shared memory or, if there is too little, in the folder for
-        temporary files. `policy.lock` is held only for this. An adapter is merged into them, and the value head is left
-        out. Caches computed with the old weights are discarded.
+        The weights, with any adapter merged and without the value head, are first gathered in a file: in shared memory
+        or, if there is too little of it, in the folder for temporary files. `policy.lock` is held only during this
+        step. Caches computed with the old weights are discarded.
 
         If the call is cancelled before vLLM receives the weights, nothing changes. If it is cancelled later, the update
         continues in the background, and `version` changes when the update is complete.

@@ -42,7 +42,7 @@ _HINTS = {
     "KV cache": "set max_model_len= or kv_cache_memory_bytes=",
     "out of memory": "set a smaller gpu_memory_utilization= or kv_cache_memory_bytes=",
     "Available memory": "set kv_cache_memory_bytes=",
-    "named 'torchvision'": "install the torchvision of this torch, which vLLM imports for models of this family",
+    "named 'torchvision'": "install a torchvision that matches torch; vLLM imports it for models of this family",
 }
 
 # Only one engine starts at a time, because a start temporarily changes the environment inherited by child processes.
@@ -304,7 +304,7 @@ class Host:
         try:
             self._loop.run_until_complete(
                 asyncio.sleep(0)
-            )  # begins the requests submitted so far, which are cancelled
+            )  # starts all submitted requests, so that they can be cancelled
             tasks = asyncio.all_tasks(self._loop)
             for task in tasks:
                 task.cancel()
@@ -346,8 +346,8 @@ def _environment(folder: Path, log: Path) -> Iterator[None]:
     """Prepare the environment that vLLM's processes inherit, and restore it afterwards.
 
     The variables that vLLM itself sets, including LD_PRELOAD, are also removed. Within the context, multiprocessing
-    starts child processes with a script. It redirects their output to the log and moves them out of the notebook's
-    process group, because interrupting a cell signals the whole group and would kill vLLM.
+    starts child processes with a script. This script redirects their output to the log and moves them out of the
+    notebook's process group, because interrupting a cell signals the whole group and would kill vLLM.
     """
     before = dict(os.environ)
     script = folder / "python"

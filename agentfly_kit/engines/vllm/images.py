@@ -1,4 +1,4 @@
-"""Images in the prompts of a `VLLMEngine`. This module is imported with the first such prompt."""
+"""Images in the prompts of a `VLLMEngine`. This module is imported when the first such prompt arrives."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from agentfly_kit.types import ImageSpan
 
 
 def make_prompt(ids: Sequence[int], images: Sequence[ImageSpan], reader: ImageReader) -> dict[str, Any]:
-    """Return a prompt for vLLM. It has one placeholder per image, which vLLM replaces by those of its processor."""
+    """Return a prompt for vLLM with one placeholder per image; vLLM replaces each by those of its image processor."""
     short: list[int] = []
     end = 0
     for _, start, length in images:
@@ -23,7 +23,7 @@ def make_prompt(ids: Sequence[int], images: Sequence[ImageSpan], reader: ImageRe
 def use_processor(llm: Any, reader: ImageReader) -> str:
     """Replace vLLM's image processor by that of a chat. Return the reason if this is impossible, otherwise "".
 
-    If torchvision is installed, that of vLLM gives other pixels.
+    If torchvision is installed, vLLM's own image processor gives other pixel values.
     """
     info, own = llm.renderer.get_mm_processor().info, reader.processor.image_processor
     info.get_hf_processor().image_processor = own

@@ -1,4 +1,4 @@
-"""Loading a policy's weights into vLLM servers over their HTTP API. All servers receive the weights concurrently."""
+"""Load a policy's weights into vLLM servers over their HTTP API. All servers receive the weights concurrently."""
 
 from __future__ import annotations
 
@@ -77,7 +77,8 @@ class _Server:
         elif engine.weights != "http":
             sender = urlsplit(engine.weights)
             self._sender = sender.hostname or ""
-            # Listen on the loopback interface only for a loopback address; another address may belong to a gateway.
+            # For a loopback address, listen on it; otherwise on all interfaces, as the address may be that of a
+            # gateway.
             self.listen = self._sender if _is_loopback(self._sender) else "", sender.port or 0
 
     def _request(self, path: str, body: dict[str, Any] | None = None, retries: int | None = 0) -> Awaitable[Any]:
@@ -113,8 +114,8 @@ class _Server:
 
         Args:
             weights: The weights.
-            path: Path of the URL at which this process serves them.
-            ports: Port of each address on which it listens.
+            path: Path of the URL at which this process serves the weights.
+            ports: Port of each address on which this process listens.
         """
         address = weights.path.as_uri()
         way = "the server must run on this machine as this user; use weights='http'"

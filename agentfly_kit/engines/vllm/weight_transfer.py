@@ -1,7 +1,7 @@
-"""Transfer of a policy's weights to vLLM: gathered in a file, and read from it directly or over HTTP.
+"""Transfer of a policy's weights to vLLM in a file, which is read directly or over HTTP.
 
-The file contains the values of all tensors one after another. Their names, dtypes and shapes are sent as numbers and
-strings, never as pickled objects.
+The file contains the values of all tensors one after another. The names, dtypes and shapes of the tensors are sent as
+strings and numbers, never as pickled objects.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ def _merged_weight(layer: Any, name: str) -> torch.Tensor:
 class WeightFile:
     """File with the current weights of a policy, in shared memory if there is enough space.
 
-    `close` deletes the file, as does the garbage collector.
+    The file is deleted by `close` or by garbage collection.
 
     Attributes:
         version: Version of the policy.
@@ -251,7 +251,7 @@ def open_weights(address: str) -> Any:
 
 
 def read_weights(stream: Any, tensors: Iterable[TensorInfo]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the names and values of tensors, each of them new.
+    """Yield the name of each tensor with a new tensor that contains its values.
 
     Raises:
         OSError: If the stream ends early.

@@ -1,7 +1,7 @@
-"""Extension of vLLM's workers. It receives weights, computes exact logprobs, and ends orphaned processes.
+"""Extension of vLLM's workers that receives weights, computes exact logprobs, and ends orphaned processes.
 
 vLLM adds `WorkerExtension` to the base classes of its worker class and calls the methods by name. Only vLLM's processes
-import this module. Verified with vLLM 0.32 (CPU); the interface of 0.26 was read.
+import this module. The module was tested with vLLM 0.32 on a CPU; for vLLM 0.26, only the interface was checked.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class _Contents(WeightTransferUpdateInfo):  # type: ignore[misc]
 class WeightFileEngine(WeightTransferEngine):  # type: ignore[misc]
     """Backend of vLLM's weight transfer that reads a `WeightFile`.
 
-    Each update has the four phases of vLLM. The file is opened in the first, so that nothing has changed if it cannot
-    be opened, and read in the third. If reading fails, the weights are undefined until an update succeeds.
+    An update has the four phases defined by vLLM. The file is opened in the first phase, before anything has changed,
+    and read in the third phase. If reading fails, the weights are undefined until an update succeeds.
     """
 
     init_info_cls = _Source
@@ -94,7 +94,7 @@ class WeightFileEngine(WeightTransferEngine):  # type: ignore[misc]
         try:
             with torch.no_grad(), set_current_vllm_config(self.vllm_config):
                 loaded = self.model.load_weights(read_weights(self._stream, update_info.tensors))
-            lacks = sorted(self._wanted - loaded) if loaded is not None else []  # some models do not report them
+            lacks = sorted(self._wanted - loaded) if loaded is not None else []  # some models do not report names
             if lacks:
                 raise ValueError(f"the new weights lack {', '.join(lacks[:5])}{' ...' if len(lacks) > 5 else ''}")
         except BaseException:
