@@ -1,4 +1,4 @@
-"""`Agent`: creates chains and rollouts from the settings of an agent."""
+"""`Agent`, which creates chains and rollouts according to its settings."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class Agent(AgentSettings):
             group_budget: limits shared by the chains of each group, or None.
             index: index of the rollout. All seeds depend on `index` and `purpose`, so that equal values give equal
                 trajectories if the engine is deterministic.
-            purpose: what the rollout is used for, such as "evaluate".
+            purpose: purpose of the rollout, such as "evaluate".
             progress: show a progress bar that remains after the rollout.
             share: pair (i, n) if n processes share the rollout and this is process i, which runs every n-th task,
                 starting with task i. Ids and seeds of the chains depend neither on `share` nor on `workers`.

@@ -203,7 +203,7 @@ class LoopChain(BaseChain):
         # Do not sample if `before_turn` has ended the chain or forced an action.
         if self.stop is None and not self.pending_calls and not self.user_due:
             action = await (sample or self.sample)()
-            # Not `self.turn`, because a nudge may already follow the action.
+            # Use `action` instead of `self.turn`, because a nudge may already follow the action.
             follows_observation = action.parent is not None and action.parent.kind == "observation"
             if self.hooks.branch is not None and action.kind == "action" and follows_observation:
                 await self.hooks.branch(self, action)
@@ -349,7 +349,7 @@ class LoopChain(BaseChain):
 
 
 def complete_score(agent: AgentSettings, trajectory: Trajectory) -> Trajectory:
-    """Apply the settings of an agent that concern a trajectory whose reward, with any group reward, is known."""
+    """Apply the agent's `success` to a trajectory whose reward, including any group reward, is known."""
     return record_success(trajectory, agent.success)
 
 

@@ -1,4 +1,4 @@
-"""`Chain`: extends `LoopChain` with methods that edit, rewind or fork a chain."""
+"""`Chain`, which extends `LoopChain` with methods that edit, rewind or fork a chain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ChainState`: turns, stop reason, sandboxes and events of a trajectory in progress.
+"""`ChainState`, the turns, stop reason, sandboxes and events of a trajectory in progress.
 
 Turns form a tree through their parents; a chain is the path from the root to its last turn.
 """
@@ -27,7 +27,7 @@ from agentfly_kit.tools.context import Context
 from agentfly_kit.trajectories import BUDGET_STOPS, Trajectory
 from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn
 
-_sessions = itertools.count()  # numbers of the KV cache sessions, on which seeds do not depend
+_sessions = itertools.count()  # numbers of the KV cache sessions; seeds do not depend on them
 
 # Stop reasons, besides "answered", after which `observe` and `compact` may still be called.
 _CONTINUES_AFTER = {"observe": ("turn_tokens",), "compact": ("turn_tokens", "context_full")}
@@ -83,7 +83,7 @@ class ChainState(Displayable):
         self._started_at = time.perf_counter()
         # JSON schemas of the tools in the prompt.
         self._schemas = agent.tools.schemas
-        # Form of the next action, which a request of a harness may demand.
+        # Constraint on the next action, which a request of a harness may set.
         self._constraint: Constraint | None = None
         self.turn = self._first_turn()
 

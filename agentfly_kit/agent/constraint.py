@@ -12,7 +12,7 @@ from agentfly_kit.samples import Constraint
 
 
 def make_constraint(agent: AgentSettings, tools: Sequence[dict[str, Any]], options: ReplyOptions) -> Constraint:
-    """Return the constraint: the action is one call of an allowed tool or, unless a call is required, JSON.
+    """Return a constraint to one call of an allowed tool or, unless a call is required, a JSON reply.
 
     Raises:
         RequestError: if no tool can be called.

@@ -1,4 +1,4 @@
-"""Matching chat requests to the rows of a chain.
+"""Match chat requests to the rows of a chain.
 
 A harness sends the whole message history with each request. If the history repeats the messages of a row up to one of
 its actions, the request continues from that action and the sampled token ids are kept. Otherwise, a new row starts.

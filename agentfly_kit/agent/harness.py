@@ -41,12 +41,12 @@ from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Tur
 
 # Maximum time in seconds to wait for a cancelled harness to clean up.
 _CANCEL_SECONDS = 5.0
-# Value of `ConversationRow.tools` of rows that begin with text or ids. No row of messages has it.
+# Value of `ConversationRow.tools` for rows that begin with text or ids instead of messages.
 _PLAIN = "plain"
 
 
 class Harness(InjectedFunction[..., Any]):
-    """Wrapper for the function given as `Agent(harness=)`, which injects its arguments."""
+    """Wrapper that injects the arguments of the function given as `Agent(harness=)`."""
 
     kind = "harness"
     error_type = SettingsError
@@ -75,10 +75,10 @@ class Harness(InjectedFunction[..., Any]):
 
 
 class HarnessChain(BaseChain):
-    """Chain for `Agent(harness=)`, whose function requests each action through an endpoint.
+    """Chain for `Agent(harness=)`. The harness requests each action through an endpoint.
 
     Turns are appended in the order of the requests. Each turn belongs to the row that the request continues, so turns
-    of several rows may alternate while the chain runs. In `turns`, they are sorted by row.
+    of several rows may alternate while the chain runs. The property `turns` sorts the turns by row.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class HarnessChain(BaseChain):
         # Number of actions sampled for each prompt, so that repeated requests get different seeds.
         self._asked: Counter[str] = Counter()
         self._action_key = ""
-        # Whether the current request has a prompt of text or ids, so that its action is not parsed.
+        # Whether the prompt of the current request is text or ids. The action is then not parsed.
         self._is_plain = False
         # Maps each tool call id sent to the client to the id and name of the call in the chain.
         self._call_ids: dict[str, tuple[str, str]] = {}
@@ -130,7 +130,7 @@ class HarnessChain(BaseChain):
                 task.cancel()
             try:
                 await asyncio.wait((running, *self._serving), timeout=_CANCEL_SECONDS)
-            finally:  # also if this task is cancelled again, because a server would keep listening
+            finally:  # also runs if this task is cancelled again, because a server would keep listening
                 await wait_all([asyncio.ensure_future(endpoint.close())])
             if running.done() and not running.cancelled():
                 running.exception()  # prevents asyncio's warning about an exception that was never retrieved
@@ -216,7 +216,7 @@ class HarnessChain(BaseChain):
             if cancelling():
                 answered = not task.cancelled() and task.exception() is None
                 if answered and task.result()[0] is self.turn and self.stop is None and not self.closed:
-                    # The action was recorded in this pass of the event loop, and no client receives it.
+                    # The action was recorded in this pass of the event loop, and no client will receive it.
                     self._asked[self._action_key] -= 1
                     self._rows[self.turn.row].segments.pop()
                     self._append(self.turn.parent or self.turn)
@@ -308,7 +308,7 @@ class HarnessChain(BaseChain):
         return constraint
 
     def _count_tokens(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> int:
-        """Encode messages as `_continue_row` does, which finds them in a cache afterwards, and count the token ids."""
+        """Encode messages, so that `_continue_row` finds the result in a cache, and count the token ids."""
         match, chat = find_match(self._rows, messages, tools), self.agent.chat
         new = () if match is None else messages[match.messages :]
         if not self.agent.exact:
@@ -353,7 +353,7 @@ class HarnessChain(BaseChain):
         return next(turn for turn in reversed(self.turn.path) if turn.row == row.index)
 
     def _encode_prompt(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
-        """Return the ids of a prompt without messages. As in other servers, text begins with the tokenizer's BOS."""
+        """Return the ids of a prompt without messages. As in other servers, text begins with the BOS token."""
         chat, engine = self.agent.chat, self.agent.engine
         if not self.agent.exact:
             raise RequestError("/completions requires an engine with token ids; use /chat/completions")
@@ -368,7 +368,7 @@ class HarnessChain(BaseChain):
         return ids if ids[: len(begin)] == begin else (*begin, *ids)
 
     def _continue_ids(self, ids: tuple[int, ...]) -> ConversationRow:
-        """Append new ids to the longest row of such prompts with which they begin, or start a row. Return the row."""
+        """Continue the longest row of such prompts whose ids are a prefix of `ids`, or start a row. Return the row."""
         rows = [row for row in self._rows if row.tools == _PLAIN and ids[: len(found := self._row_ids(row))] == found]
         row = max(rows, key=lambda row: len(self._row_ids(row)), default=None)
         new = ids if row is None else ids[len(self._row_ids(row)) :]
@@ -444,7 +444,7 @@ class HarnessChain(BaseChain):
     # --- actions ---
 
     def _prompt_key(self, messages: Sequence[Message]) -> str:
-        """Return a digest of the prompt of the next action, in which images are represented by their digests."""
+        """Return a digest of the prompt of the next action. Images are represented by their own digests."""
         shown = [span.image.digest for span in spans_of(self.turn.row_path)]
         text = json.dumps([self.ids, 0 if self.ids else messages, *shown], default=lambda image: image.digest)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

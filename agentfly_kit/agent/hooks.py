@@ -60,9 +60,9 @@ def summarize(
 ) -> Callable[[Any], Awaitable[None]]:
     """Create an `on_context_full` hook with which the policy summarizes the context and continues from the summary.
 
-    The summary is an action in a new row. It is trained on like other actions and counts towards `max_turns`. Its row
-    begins with the first prompt of the chain, the end of the conversation as text, and the instruction. The next row
-    begins with the first prompt and the text of the summary; tool calls in the summary do not run.
+    The summary is an action in a new row. It is trained on like other actions and counts towards `max_turns`. The row
+    of the summary begins with the first prompt of the chain, the end of the conversation as text, and the instruction.
+    The next row begins with the first prompt and the text of the summary; tool calls in the summary do not run.
 
     Args:
         instruction: Instruction to write the summary.
@@ -108,11 +108,11 @@ def simulated_user(
     """Create a function for `Agent(user=)` that lets a model write the user's replies.
 
     The model sees the conversation with exchanged roles: it writes the user's messages, beginning with those of the
-    task, and the agent's texts are its input. It sees neither tool calls nor their results.
+    task, and the agent's texts are its input. The model sees neither tool calls nor their results.
 
     Args:
         engine: Engine of the model that plays the user.
-        instructions: What the user knows and wants, or a function that returns this for a task.
+        instructions: Text about what the user knows and wants, or a function that returns such a text for a task.
         chat: `af.Chat` of the engine's model; by default that of the engine's policy.
         end: Text with which the model ends the conversation. A reply that contains it or is empty is not sent to the
             agent.

@@ -21,7 +21,7 @@ class ChainKey:
     """Identity of a chain within a run, from which its seeds are derived.
 
     Attributes:
-        purpose: What the rollout is used for, such as "train" or "evaluate"; "chain" for an interactive chain.
+        purpose: Purpose of the rollout, such as "train" or "evaluate"; "chain" for an interactive chain.
         rollout: Index of the rollout.
         group: Id of the group.
         chain: Index of the chain in the group.
@@ -211,7 +211,7 @@ class Progress:
     def _next_state(
         self, before: ChainProgress, kind: str, phase: str, state: str, turn: int, detail: str, seconds: float
     ) -> ChainProgress:
-        """Return the state of a chain after an event. It stays "tool" until all concurrent calls have ended."""
+        """Return the state of a chain after an event. The state is "tool" until all concurrent calls have ended."""
         if kind == "tool":
             self._running_calls[before.trajectory] += 1 if phase == "start" else -1
             running = self._running_calls[before.trajectory]

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 class RolloutRequest:
     """Arguments of `Agent.rollout`, from which another process can run any group of the rollout.
 
-    With `share` = (i, n), the request covers the tasks i, i + n, i + 2n and so on. `splits` contains the name of the
-    split of each task by id, if known.
+    With `share` = (i, n), the request covers the tasks i, i + n, i + 2n and so on. `splits` maps task ids to the names
+    of their splits, if known.
     """
 
     tasks: Sequence[Task]

@@ -50,9 +50,9 @@ class Rollout(Displayable):
     Attributes:
         groups: One group per task.
         seconds: Wall-clock time of the rollout.
-        not_run: Stop reason, such as "run_tokens", of each chain that a shared budget prevented from starting, by id.
+        not_run: Stop reason, such as "run_tokens", of each chain that a shared budget did not let start, keyed by id.
         forks_refused: Number of requested forks that were not made, for example because no sandbox was free.
-        splits: Name of the split of each task by id, if the tasks of `Agent.rollout` have splits. It is not saved.
+        splits: Dict from task id to name of the split, if the tasks of `Agent.rollout` have splits. It is not saved.
     """
 
     groups: tuple[Group, ...] = ()
@@ -269,8 +269,8 @@ class Rollout(Displayable):
         """Write the rollout to a .jsonl file atomically.
 
         Fields of tasks may be JSON values, tuples, sets, bytes, dates, times, decimals, UUIDs and paths, which `load`
-        restores, and arrays, which it returns as lists. A time zone becomes its offset. Images are written to the
-        folder `rollout_images` beside the file, each once; a loaded rollout reads them when they are first needed.
+        restores, and arrays, which it returns as lists. A time zone is saved as its offset. Each image is written once,
+        to the folder `rollout_images` beside the file; a loaded rollout reads images when they are first needed.
 
         Raises:
             RunError: If a task contains values of other types, or the file cannot be written.

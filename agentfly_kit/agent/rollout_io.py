@@ -1,4 +1,4 @@
-"""Reading and writing rollouts as JSONL files: a header, followed by one trajectory per line.
+"""Read and write rollouts as JSONL files, which consist of a header and one trajectory per line.
 
 Only fields that differ from their defaults are written. The text of each token id is written once, in the header, and
 each image once, in the folder `rollout_images` beside the file.
@@ -30,9 +30,9 @@ _FORMAT = "agentfly_kit.rollout"
 # cannot represent, version 2 if a trajectory has several rows, and otherwise version 1.
 _VERSION = 4
 _IMAGES = "rollout_images"
-# Key of the type name in the JSON object that represents such a value. The other key is "value".
+# Key of the type name in a JSON object for a value that JSON cannot represent. The other key is "value".
 _TYPE = "$type"
-# Functions that convert such values to JSON and back, keyed by type name.
+# Functions that convert a value to JSON and back, keyed by the name of its type.
 _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (list, tuple),
     "set": (lambda values: sorted(values, key=repr), set),
@@ -51,7 +51,7 @@ _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 _SCALARS = (datetime.date, datetime.datetime, datetime.time, datetime.timedelta, bytes, Decimal, UUID)
 _NAMES = {kind: kind.__name__ for kind in (tuple, set, frozenset, *_SCALARS)} | {type(Path()): "Path"}
-# Record types in a file, with the fields of each that are either not written or added by `_trajectory_to_json`.
+# Record types in a file, each with the fields that are not written or that `_trajectory_to_json` adds.
 _LEFT_OUT: dict[type, tuple[str, ...]] = {
     Trajectory: ("task", "sampling"),
     Turn: ("parent", "token_texts"),

@@ -1,4 +1,4 @@
-"""`RolloutHandle`: runs many chains concurrently and can pause or stop them."""
+"""`RolloutHandle`, which runs many chains concurrently and can pause or stop them."""
 
 from __future__ import annotations
 
@@ -70,7 +70,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
         self._group_usages = {} if limit is None else {k.group: BudgetUsage(limit, "group") for _, k in self._planned}
         # Task and key of each chain that has not started, with the chain itself if it is a fork.
         self._queue: deque[tuple[Task, ChainKey, Chain | None]] = deque()
-        # With `branch`: task and first key of each group that has not begun, and all other groups keyed by id.
+        # With `branch`: `_unbegun` has the task and first key of each group that has not begun; `_branching` maps the
+        # ids of all other groups to the groups.
         self._unbegun = deque([(t, key) for t, key in self._planned if key.chain == 0] if request.branch else [])
         self._num_free = request.groups_at_once(agent)  # number of further groups that may begin now
         self._branching: dict[str, BranchGroup] = {}
@@ -462,7 +463,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
     async def _add_group_reward(self, group: Group) -> None:
         """Add the result of `group_reward` to the rewards of a group. If the hook raises, the group is unscored."""
         numbers: list[float | None] = [None] * len(group)
-        failure = Failure("group_reward", "RewardError", "it gave None")
+        failure = Failure("group_reward", "RewardError", "it returned None")
         try:
             numbers = _checked_numbers(await call_hook(self.agent.group_reward, group), len(group))
         except Exception as error:

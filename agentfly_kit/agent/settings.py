@@ -44,7 +44,7 @@ _LIMITS = {
     "max_concurrent_requests": "of at least 1",
 }
 
-# Settings of the built-in agent loop, which cannot be combined with a harness, because it replaces the loop.
+# Settings of the built-in agent loop. They cannot be combined with a harness, because it replaces the loop.
 _WITHOUT_HARNESS = (
     "tools", "system", "max_tool_calls", "nudge", "before_chain", "before_turn", "after_observation", "on_context_full",
     "user",
@@ -212,7 +212,7 @@ class AgentSettings(Displayable):
         with_images = (i for i, message in enumerate(messages) if not isinstance(message["content"], str))
         if (first := next(with_images, None)) is None or self.engine.images:
             return
-        origin = messages[first].get("name") or messages[first]["role"]  # the tool, if it is the result of a call
+        origin = messages[first].get("name") or messages[first]["role"]  # the tool, if the message is a tool result
         reason = f" ({self.engine.image_obstacle})" if self.engine.image_obstacle else ""
         raise SettingsError(
             f"task {task.id!r}: message {first} (from {origin!r}) has an image, but {self.engine!r} reads no images"
@@ -249,7 +249,7 @@ class AgentSettings(Displayable):
             if name not in self._warned:
                 self._warned.append(name)
                 warnings.warn(
-                    f"this agent still has the {name!r} from before it was defined again; "
+                    f"{name!r} was defined again, but this agent still uses the earlier definition; "
                     f"agent.replace(tools=[...], reward=..., harness=...) takes the new one",
                     stacklevel=4,
                 )

@@ -27,15 +27,15 @@ from agentfly_kit.types import (
     text_of,
 )
 
-# Messages with more characters are encoded in a thread, because on the event loop they would delay other chains.
+# Messages with more characters than this are encoded in a thread, because they would otherwise delay other chains.
 _LONG = 50_000
 
 
 async def encode_long(messages: Sequence[Mapping[str, Any]], encode: Callable[[], Any]) -> None:
     """Call `encode` in a thread if the messages are long or have images. The chat caches the result for the caller.
 
-    Exceptions are discarded, because the caller's call raises them again. If this call is cancelled, the thread
-    continues, but nothing waits for it.
+    Exceptions are discarded, because they are raised again when the caller encodes the messages itself. If this call is
+    cancelled, the thread continues, but nothing waits for it.
     """
     if is_long(messages) or images_of(messages):
         await threads.run_off_loop(encode, None)
@@ -49,7 +49,8 @@ def is_long(messages: Iterable[Mapping[str, Any]]) -> bool:
 async def warn_about_long_prompt(agent: AgentSettings, tasks: Iterable[Task]) -> None:
     """Warn if the longest prompt of the tasks leaves no room for an action in the context of the engine.
 
-    Only the prompt with the most characters is encoded. If the template rejects it, its own chains report the error.
+    Only the prompt with the most characters is encoded. If the template rejects this prompt, the chains of its task
+    report the error.
     """
     task = max(tasks, key=lambda task: sum(len(text_of(message)) for message in task.messages))
     opening, count = agent.opening(task), 0
@@ -89,7 +90,7 @@ def join_ids(turns: Iterable[Turn], end: int, new: Sequence[int]) -> Sequence[in
 
 
 def text_fields(agent: AgentSettings, messages: Sequence[Message]) -> dict[str, Any]:
-    """Return the fields that `token_fields` returns for a turn whose token ids are unknown or added later."""
+    """Return the same fields as `token_fields`, for a turn whose token ids are unknown or added later."""
     text = "\n".join(map(text_of, messages))
     return {"ids": () if agent.exact else None, "text": text, "token_texts": None, "images": ()}
 
@@ -120,8 +121,8 @@ def action_turn(
         agent: the agent of the chain.
         parent: the turn before the action.
         sample: the sample that the engine returned.
-        sampling: the settings with which it was sampled.
-        seed: the seed with which it was sampled.
+        sampling: settings with which the action was sampled.
+        seed: seed with which the action was sampled.
         tools: JSON schemas of the tools in the prompt.
         author: author of the turn, if the engine samples from a policy.
     """
@@ -254,7 +255,7 @@ def append_text(messages: Sequence[Message], text: str) -> tuple[Message, ...]:
     """Return the messages with `text` appended to the content of the last message."""
     *before, last = messages
     content = last["content"]
-    if not isinstance(content, str):  # parts, some of which are images
+    if not isinstance(content, str):  # the content consists of parts, some of which are images
         return (*before, {**last, "content": (*content, f"\n\n{text}")})
     return (*before, {**last, "content": f"{content}\n\n{text}" if content else text})
 

@@ -328,7 +328,7 @@ async def test_redefined_tool_is_reported_once() -> None:
     old = played(['<tool_call>{"name":"shout","arguments":{"text":"a"}}</tool_call>', "5"], tools=[space["shout"]])
     await old.rollout(TASK)
     cell(source.format("?"), space)
-    with pytest.warns(UserWarning, match="still has the 'shout' from before it was defined again") as said:
+    with pytest.warns(UserWarning, match="'shout' was defined again, but this agent still uses") as said:
         rollout = await old.rollout(TASK)
     assert len(said) == 1
     assert rollout.trajectories[0].tool_calls[0].result.observation == "a!"  # type: ignore[union-attr]
