@@ -10,11 +10,12 @@ from typing import Any
 
 
 class _Results(list[tuple[asyncio.Future[Any], Any]]):
-    """Undelivered results of an event loop. Unlike a list, they support weak references."""
+    """Undelivered results of an event loop. Unlike `list`, this class supports weak references."""
 
 
-# Maps the id of each event loop that has been woken to its undelivered results. Only the callback of the loop holds
-# them, so that they and the tasks that wait for them can be collected if the loop is closed before it runs.
+# Maps the id of each event loop that has been woken to its undelivered results. Only the callback of the loop refers to
+# the results, so that they and the waiting tasks can be garbage-collected if the loop is closed before the callback
+# runs.
 _pending: weakref.WeakValueDictionary[int, _Results] = weakref.WeakValueDictionary()
 # Reentrant, because a finalizer may deliver results.
 _lock = threading.RLock()
@@ -50,7 +51,7 @@ def deliver(*results: tuple[asyncio.Future[Any], Any]) -> bool:
 
 
 def _wake(loop: asyncio.AbstractEventLoop) -> _Results:
-    """Return the undelivered results of an event loop, which will set them. Raises RuntimeError if it is closed."""
+    """Return the list of results that an event loop is going to set. Raises RuntimeError if the loop is closed."""
     waiting = _pending.get(id(loop))
     if waiting is None:
         waiting = _Results()

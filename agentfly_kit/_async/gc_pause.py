@@ -2,7 +2,7 @@
 
 Thousands of waiting chains keep hundreds of thousands of objects alive. With Python's default thresholds, traversing
 these objects took a quarter of the running time. Full collections, which also traverse PyTorch's objects, took nearly
-half of it.
+half of this time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _collecting = threading.RLock()
 
 
 def collect() -> None:
-    """Collect all garbage. If another thread does so here, wait for it, because `gc.collect` would do nothing."""
+    """Collect all garbage. Wait if another thread is collecting, because `gc.collect` would then do nothing."""
     with _collecting:
         gc.collect()
 

@@ -1,7 +1,7 @@
 """Time limits that exclude the time during which the event loop is blocked, and detection of coroutines that block it.
 
-A coroutine that calls `time.sleep` or computes for long delays all other calls in its event loop. Their time limits
-would expire, although they could not run.
+A coroutine that calls `time.sleep` or computes for long delays all other calls in its event loop. The time limits of
+these calls would expire, although the calls could not run.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ _current: ContextVar[tuple[Timer, ...]] = ContextVar("timers", default=())
 
 @asynccontextmanager
 async def time_limit(seconds: float | None) -> AsyncIterator[asyncio.Timeout]:
-    """Async context manager like `asyncio.timeout`, but without the time during which the loop is blocked."""
+    """Async context manager like `asyncio.timeout` that excludes time during which the event loop is blocked."""
     async with asyncio.timeout(None) as limit:
         if seconds is None:
             yield limit
@@ -98,7 +98,7 @@ def extend(start: float, end: float) -> None:
 
 
 def _waiting_seconds() -> float:
-    """Return for how long this thread has waited for a CPU; 0 where this is unknown, as on systems without /proc."""
+    """Return how many seconds this thread has waited for a CPU; 0 if unknown, as on systems without /proc."""
     try:
         with open("/proc/thread-self/schedstat", "rb") as file:
             return int(file.read().split()[1]) / 1e9
@@ -131,7 +131,7 @@ class Steps(Generator[Any, Any, Any]):
 
     def _timed(self, step: Callable[..., Any], *args: Any) -> Any:
         began = time.perf_counter()
-        if began > self._read_at + _INTERVAL:  # reading takes some microseconds
+        if began > self._read_at + _INTERVAL:  # reading the file takes some microseconds
             self._waited, self._read_at = _waiting_seconds(), began
         try:
             return step(*args)

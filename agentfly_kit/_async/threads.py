@@ -4,8 +4,8 @@ Calls that use a leased sandbox run in the sandbox's own thread, one at a time: 
 only be used in the thread that created them, and an abandoned call could change the state that later calls see. Other
 calls run in any idle thread, or in a new one.
 
-Unlike those of `concurrent.futures` and anyio, the threads are daemons, because a call that never returns must not
-prevent the interpreter from exiting.
+Unlike the threads of `concurrent.futures` and anyio, these threads are daemons, because a call that never returns must
+not prevent the interpreter from exiting.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from .limits import Timer
 
 T = TypeVar("T")
 
-# At interpreter exit, running threads are awaited for this time in seconds, at most this many times.
+# Seconds to wait for running threads at interpreter exit, and the maximum number of such waits.
 _STOP_SECONDS, _STOP_ATTEMPTS = 0.25, 240
 
 
 class CallTimeout(Exception):
-    """Raised when a call exceeds its timeout. If it has begun, its thread continues to run."""
+    """Raised when a call exceeds its timeout. If the call has begun, its thread continues to run."""
 
     begun = True
 
@@ -110,7 +110,7 @@ class Worker:
             self._queue = SimpleQueue()
             weakref.finalize(self, self._queue.put, None).atexit = False
             _state.workers.add(self)
-            # Register after the functions of other modules, so that it runs before them.
+            # Register `_stop_threads` after the functions of other modules, so that it runs before them.
             if not _state.threads:
                 atexit.unregister(_stop_threads)
                 atexit.register(_stop_threads)
@@ -229,7 +229,7 @@ def _stop_threads() -> None:
 def join_busy(threads: Iterable[threading.Thread]) -> None:
     """Wait at interpreter exit until the given threads have ended or no longer use CPU time.
 
-    On a busy machine, the last step of a computation may take long.
+    On a busy machine, the last step of a computation may take a long time.
     """
     left = list(threads)
     for _ in range(_STOP_ATTEMPTS):

@@ -28,7 +28,7 @@ _IN_PROCESS = "http://agentfly.invalid"
 
 @dataclass
 class Usage:
-    """Number of requests and tokens of one chain, for use by the harness."""
+    """Numbers of requests and tokens of one chain, for use by the harness."""
 
     requests: int = 0
     prompt_tokens: int = 0
@@ -49,7 +49,7 @@ class Answer:
 
 
 class Endpoint(Displayable):
-    """Endpoint of one chain with the APIs of OpenAI and Anthropic; a harness has it as the parameter `endpoint`.
+    """Endpoint of one chain with the APIs of OpenAI and Anthropic; a harness gets it as its parameter `endpoint`.
 
     Every request is answered by the policy, and the action is recorded in the chain. If a request names the model
     "policy/writer", the author of the action is "writer". The sampling settings are those of the agent; with
@@ -103,13 +103,13 @@ class Endpoint(Displayable):
         return self.variables(self.base_url)
 
     def variables(self, url: str) -> dict[str, str]:
-        """Return the environment variables for an agent that reaches this endpoint at another URL than `base_url`."""
+        """Return the environment variables for an agent that reaches this endpoint at a URL other than `base_url`."""
         key = self.api_key
         return {
             "OPENAI_BASE_URL": url,
             "OPENAI_API_BASE": url,
             "OPENAI_API_KEY": key,
-            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),  # its clients append /v1/messages
+            "ANTHROPIC_BASE_URL": url.removesuffix("/v1"),  # Anthropic's clients append /v1/messages
             "ANTHROPIC_API_KEY": key,
         }
 
@@ -240,7 +240,7 @@ class Endpoint(Displayable):
             self._server = None
 
 
-# List of the models, which is valid in the APIs of OpenAI and of Anthropic.
+# Response that lists the models, in a form that is valid in the APIs of OpenAI and Anthropic.
 _MODELS = {
     "object": "list",
     "data": [

@@ -19,9 +19,9 @@ from agentfly_kit.endpoint.request import (
     usage,
 )
 
-# Parameters that ask for something that a model server does apart from sampling.
+# Parameters that request something other than sampling from the server.
 _UNSUPPORTED = ("mcp_servers", "container")
-# Thinking in a history is not rendered again, as in the other APIs. The row that a request continues contains it.
+# As in the other APIs, thinking in a history is not rendered again, because the continued row contains it.
 _THINKING = ("thinking", "redacted_thinking")
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -53,7 +53,7 @@ def read_request(body: Mapping[str, Any]) -> Request:
 
 
 def _read_message(role: Any, content: Any, where: str) -> Iterator[dict[str, Any]]:
-    """Convert a message. Yield a tool message for each of its tool results, in the order of the content blocks."""
+    """Convert a message. Yield a tool message for each tool result in it, in the order of the content blocks."""
     if isinstance(content, str):
         yield {"role": role, "content": content}
         return

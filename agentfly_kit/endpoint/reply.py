@@ -9,7 +9,7 @@ from typing import Any
 
 from agentfly_kit.errors import AgentFlyError
 
-# Types of errors in Anthropic's API by status.
+# Error types of Anthropic's API, keyed by HTTP status.
 _ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -32,8 +32,8 @@ class ReplyOptions:
     """Options of a request for a reply.
 
     Attributes:
-        prompt: Text or token ids that replace the messages. If it begins with the ids of the row of an earlier prompt,
-            it continues this row. The reply is not parsed.
+        prompt: Text or token ids that replace the messages. A prompt that begins with all ids of the row of an earlier
+            prompt continues this row. The reply is not parsed.
         author: Author recorded for the action; by default the agent's name.
         max_tokens: Maximum number of tokens; `Sampling.max_tokens` of the agent applies if it is smaller.
         stop: Additional stop strings.
@@ -100,7 +100,7 @@ def validating() -> Iterator[None]:
     try:
         yield
     except (TypeError, AttributeError) as error:
-        raise RequestError(f"a value of the request has a wrong type: {error}", code="invalid_request") from error
+        raise RequestError(f"a value of the request has the wrong type: {error}", code="invalid_request") from error
 
 
 class ChainEnded(RequestError):

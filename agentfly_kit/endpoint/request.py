@@ -51,7 +51,7 @@ def make_request(
     n: Any = None,
     prompt: str | Sequence[int] | None = None,
 ) -> Request:
-    """Return a request for messages and tools, or a prompt. `limits` are the names of its maximum number of tokens.
+    """Return a request for messages and tools, or a prompt. `limits` are the names of its token limit.
 
     Raises:
         RequestError: if `n` or the format of the reply is invalid.
@@ -79,7 +79,7 @@ def make_request(
 def _ignored(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for name in _IGNORED:
         if body.get(name) is not None:
-            yield name, f"the harness asked for {name}={body[name]!r}; Agent(sampling=) decides instead"
+            yield name, f"the harness asked for {name}={body[name]!r}; Agent(sampling=) is used instead"
     if choice := _unknown_choice(body):
         yield "tool_choice", f"the harness asked for tool_choice={choice!r:.80}, which is not enforced"
 
@@ -106,7 +106,7 @@ def _must_call(body: Mapping[str, Any]) -> str | None:
 
 
 def _schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the JSON schema of the format of the reply, or None for text."""
+    """Return the JSON schema that the reply must follow, or None for text."""
     form = body.get("response_format")
     for name in ("text", "output_config"):  # in the Responses API and the Messages API
         if form is None and isinstance(body.get(name), Mapping):
@@ -146,14 +146,14 @@ def sse(data: Mapping[str, Any], name: str | None = None) -> str:
 
 
 def head(id: str, kind: str, model: str) -> dict[str, Any]:
-    """Return the first fields of a response of the APIs that end in /completions."""
+    """Return the first fields of a response of the APIs whose paths end in /completions."""
     return {"id": id, "object": kind, "created": int(time.time()), "model": model}
 
 
 def chunk_events(
     request: Request, head: Mapping[str, Any], choices: Iterable[dict[str, Any]], replies: list[Reply]
 ) -> Iterator[str]:
-    """Yield one server-sent event for each choice, the token counts if they are requested, and the end."""
+    """Yield one server-sent event for each choice, the token counts if they are requested, and an end marker."""
     for choice in choices:
         yield sse({**head, "choices": [choice]})
     options = request.body.get("stream_options")

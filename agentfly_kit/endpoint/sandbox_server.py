@@ -16,11 +16,11 @@ _MOST_CONNECTIONS = 64
 
 
 class SandboxServer(Server):
-    """Server without a port: `accept` is given each connection that a process in a sandbox has made.
+    """Server without a port of its own. `accept` receives each connection made by a process in the sandbox.
 
-    What the processes send is untrusted. New connections are closed at once while `_MOST_CONNECTIONS` are open, and one
-    request at a time is read and answered, so that a sandbox can use up neither the file descriptors nor the memory of
-    this process.
+    The data that the processes send is untrusted. New connections are closed at once while `_MOST_CONNECTIONS` are
+    open, and one request at a time is read and answered, so that a sandbox can use up neither the file descriptors nor
+    the memory of this process.
     """
 
     def __init__(self, endpoint: Endpoint) -> None:
@@ -33,7 +33,7 @@ class SandboxServer(Server):
         self._closed = False
 
     async def __aenter__(self) -> SandboxServer:
-        # The first import takes longer than the event loop may block.
+        # Use a thread, because the first import would block the event loop for too long.
         self._web = await asyncio.to_thread(import_web)
         await self._set_up(handler_cancellation=True)  # a request must not outlive its command
         return self
@@ -50,7 +50,8 @@ class SandboxServer(Server):
             await self._runner.cleanup()
 
     def env(self, port: int) -> dict[str, str]:
-        """Return the environment variables for an agent that reaches this server at a port of its own loopback."""
+        """Return the environment variables for an agent that reaches this server at a port of its loopback
+        interface."""
         return self._endpoint.variables(f"http://127.0.0.1:{port}/{self._endpoint.api_key}/v1")
 
     def accept(self, connection: socket.socket) -> None:

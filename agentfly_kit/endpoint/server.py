@@ -14,7 +14,7 @@ from agentfly_kit.endpoint.reply import RequestError
 from agentfly_kit.errors import SettingsError
 
 _MAX_BODY = 32 * 1024**2  # bytes
-# The keys of frameworks, which a client may send in the header, do not have this prefix.
+# Prefix of all keys of chains. A client may also send a framework's own key, which does not have this prefix.
 KEY_PREFIX = "afk-"
 _HOSTS = ("127.0.0.1", "localhost")
 # Async function of (method, path, body) that returns an `Answer`.
@@ -26,7 +26,7 @@ _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Server] = weakref
 def http_logger() -> logging.Logger:
     """Return a logger for aiohttp servers that ignores malformed requests, which are answered with status 400.
 
-    By default, aiohttp logs their tracebacks, which would appear in the running cell of a notebook.
+    By default, aiohttp logs a traceback for each of them, which would appear in the running cell of a notebook.
     """
     from aiohttp.http_exceptions import HttpProcessingError
 
@@ -104,7 +104,7 @@ class Server:
     async def _answer(self, request: Any) -> Any:
         key, _, path = request.match_info["path"].partition("/")
         bearer = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        given = [key, bearer, request.headers.get("x-api-key", "")]  # the last is the header of Anthropic's clients
+        given = [key, bearer, request.headers.get("x-api-key", "")]  # x-api-key is used by Anthropic's clients
         keys = {each for each in given if each.startswith(KEY_PREFIX)}
         if len(keys) > 1:
             text = "the URL and the headers must have the key of the same chain, got two keys"
@@ -116,7 +116,7 @@ class Server:
             text = "unknown key: its chain has ended, or never began"
             raise RequestError(text, status=404, code="unknown_key")
         if request.host.partition(":")[0].lower() not in _HOSTS:
-            # For example, a web page whose domain name resolves to 127.0.0.1.
+            # The request may come from a web page whose domain name resolves to 127.0.0.1.
             text = f"the request must be for the host 127.0.0.1 or localhost, got {request.host[:200]!r}"
             raise RequestError(text, status=403, code="foreign_host")
         try:

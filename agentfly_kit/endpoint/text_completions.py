@@ -1,4 +1,4 @@
-"""Completions API: sampling after a prompt that is text or token ids, without messages and a chat template."""
+"""Completions API, which samples after a prompt of text or token ids, without messages or a chat template."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calling sandbox methods with a time limit or without an event loop. Sandboxes may be objects of any class."""
+"""Call sandbox methods with a time limit or without an event loop. Sandboxes may be objects of any class."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ async def create(worker: threads.Worker, sandbox_type: type, make: Callable[[], 
 
 
 async def call(worker: threads.Worker, function: Callable[..., Any] | None, *args: Any) -> Any:
-    """Call a method of a sandbox, in the thread of `worker` if it is sync. Return None if it does not exist."""
+    """Call a method of a sandbox, in the thread of `worker` if it is sync. Return None if there is no such method."""
     if not callable(function):
         return None
     with threads.using(worker):
@@ -126,7 +126,7 @@ def end(slot: Any) -> None:
 
 def kill_all(slots: Mapping[int, Any]) -> None:
     """Kill all sandboxes of a pool. Called when the pool is closed or garbage-collected, or when Python exits."""
-    # This kills every sandbox, even if SIGINT raises KeyboardInterrupt in one.
+    # ExitStack kills every sandbox, even if SIGINT raises KeyboardInterrupt while one is killed.
     with contextlib.ExitStack() as each:
         for slot in list(slots.values()):
             sandbox, slot.sandbox = slot.sandbox, None

@@ -4,9 +4,9 @@ Every state change is made by a synchronous method of `PoolState` (state.py) und
 code runs. `_dispatch` then carries out the effects of the change. The design follows the connection pool of httpcore.
 
 Each start, reset or close of a sandbox runs in its own task, which continues even if the waiting caller is cancelled.
-Requests and tasks belong to the event loop that created them. After it has been closed, the next `acquire` removes
-them. If a lease is garbage-collected in a thread without an event loop, the event loop of a waiting request is asked to
-start a new sandbox.
+Requests and tasks belong to the event loop that created them. After this loop has been closed, the next `acquire`
+removes them. If a lease is garbage-collected in a thread without an event loop, the event loop of a waiting request is
+asked to start a new sandbox.
 """
 
 from __future__ import annotations

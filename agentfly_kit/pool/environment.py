@@ -1,7 +1,7 @@
 """Detection of environment classes, and the arguments of their `reset` method.
 
 A sandbox class is an environment if its `reset` takes a task or task fields. A pool leases an environment for one
-episode, at the beginning of which the environment is reset for the task.
+episode, and the environment is reset for the task at the beginning.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def reset_arguments(sandbox_type: type, task: Task, fields: Mapping[str, Any] | 
             arguments = {**fields, **arguments}
         elif p.name in fields:
             arguments[p.name] = fields[p.name]
-        elif type(p.default).__hash__ is None:  # mutable, so chains must not share it
+        elif type(p.default).__hash__ is None:  # chains must not share a mutable default
             arguments[p.name] = copy.deepcopy(p.default)
         elif p.default is p.empty and p.kind is not p.VAR_POSITIONAL:
             raise TaskError(

@@ -200,7 +200,7 @@ class Pool(Displayable, PoolCore[S]):
         timeout = self.acquire_timeout if timeout is None else timeout
         deadline = time.monotonic() + timeout
         if self._forget_closed_loops():
-            # Chains that were dropped together with their event loop are in reference cycles.
+            # Collect chains that were dropped together with their event loop and are in reference cycles.
             collect()
         # Repeat if the granted sandbox has died. If the pool was closed, the next request raises PoolClosed.
         while True:

@@ -1,7 +1,7 @@
 """State machine of a pool, without a clock, an event loop or I/O.
 
-Each event is a method of `PoolState`. `PoolState.apply(event, ...)` returns the effects of the event, which the pool
-carries out and whose outcome it reports as further events.
+Each event is a method of `PoolState`. `PoolState.apply(event, ...)` returns the effects of the event. The pool carries
+out the effects and reports their outcomes as further events.
 
 A slot represents one sandbox. Its states are `starting -> idle <-> leased -> resetting -> idle`, and any state can be
 followed by `closing -> removed`. Slots that are closing count towards `size`, so `size` is never exceeded.
