@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CONTROL_SECONDS = 5.0  # a sandbox that takes longer to reset is considered broken
 GRACE_SECONDS = 0.5  # time between the interrupt, which preserves variables, and the kill
-_POLL_SECONDS = 0.25  # how often the CPU time of a running call is checked
+_POLL_SECONDS = 0.25  # interval between checks of a running call's CPU time
 # A call whose processes are held up may take at most its time limit times `_HELD_UP_FACTOR` plus `_HELD_UP_SECONDS`. A
 # longer call is stopped, and its chain is not scored.
 _HELD_UP_FACTOR, _HELD_UP_SECONDS = 10, 30.0

@@ -56,7 +56,7 @@ class FileSandbox(ShellSandbox):
         await self._put(self._seed_entries)
 
     async def seed(self, files: Files) -> None:
-        """Add files for the current task, overwriting existing ones. A reset removes them; `undo` does not.
+        """Add files for the current task, overwriting existing ones. A reset removes these files; `undo` does not.
 
         Args:
             files: a dict from paths to text or bytes, or a folder on this machine.

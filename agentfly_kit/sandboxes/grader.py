@@ -85,7 +85,8 @@ class Grader(Startable):
     submission, and nothing that the submission prints, patches, raises or kills affects another process. Each `grade`
     uses new interpreters, which have no access to the PythonSandbox of a chain.
 
-    A Grader is pooled like other sandboxes: `af.Pool(af.Grader, size=4)`. A reward requests one by its type annotation:
+    A Grader is pooled like other sandboxes: `af.Pool(af.Grader, size=4)`. A reward requests a Grader by a type
+    annotation:
 
         @af.reward
         async def solved(final: str | None, tests: list[str], grader: af.Grader) -> float:
@@ -172,17 +173,17 @@ class Grader(Startable):
         """Run each test against the submission and return the verdicts, in order.
 
         Args:
-            source: source code of the submission. It is run as a module named `module`.
+            source: source code of the submission, which is run as a module named `module`.
             tests: each test is either Python code or a pair (stdin, stdout). Python code passes if it raises no
                 exception (`assert add(1, 2) == 3`); functions named test_... and unittest.TestCase classes that it
                 defines are run too. For a pair, the submission is run as a whole program, and its output must equal
                 `stdout` except for whitespace at the ends of lines and empty lines at the end.
-            setup: Python code to run once before the tests, in their interpreter. The tests can use its definitions.
+            setup: Python code to run once before the tests, in their interpreter. The tests can use what it defines.
             names: names to take from the submission even if Python has built-ins of these names, such as `sum`. Other
                 names that a test uses but does not define are always looked up in the submission.
                 A test can also import names, as in `from solution import add`.
             module: name of the submission's module.
-            modules: names of modules in `files` that tests may import. They run in the submission's interpreter.
+            modules: names of modules in `files` that tests may import; these run in the submission's interpreter.
             files: files for the submission's working directory: a dict from paths to contents, or a folder.
             timeout: seconds for loading the submission, and for each test.
             total: seconds for the whole call.
@@ -218,8 +219,8 @@ class Grader(Startable):
 
         Args:
             source: source code of the program.
-            stdin: text of its standard input.
-            timeout: seconds until it is stopped.
+            stdin: standard input of the program.
+            timeout: seconds after which the program is stopped.
 
         Raises:  SandboxError for failures of the host. Failures of the program are reported in the result.
         """
@@ -327,7 +328,7 @@ class Grading:
         return f"it took more than {self.timeout:g} s"
 
     async def call_half(self, half: _Half, name: str, **given: object) -> Any:
-        """Call the function `name` in an interpreter. Return (answer, SandboxResult), or raise NoAnswer if it fails."""
+        """Call the function `name` in an interpreter. Return (answer, SandboxResult) or raise NoAnswer."""
         seconds_left = self.seconds_left()
         if seconds_left <= 0:
             raise NoAnswer(self.timeout_message(), "time")

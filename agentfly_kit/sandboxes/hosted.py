@@ -48,8 +48,8 @@ def _program_cell(names: tuple[str, ...], folder: str) -> str:
 class HostedSandbox(Sandbox):
     """Base class of sandboxes that load a program into the interpreter. The settings are those of PythonSandbox.
 
-    A subclass sets `_inside_files`, and overrides `_setup` to prepare a fresh sandbox. It calls the program with
-    `_call`, which also returns the results of failed calls, or with `_request`, which raises ToolError for them.
+    A subclass sets `_inside_files`, and overrides `_setup` to prepare a fresh sandbox. A subclass calls the program
+    with `_call`, which also returns the results of failed calls, or with `_request`, which raises ToolError for them.
     """
 
     _inside_files: tuple[str, ...] = ("base",)

@@ -23,7 +23,7 @@ class SandboxResult(Displayable):
         seconds: Wall time of the call, measured on the host.
         truncated: True if part of stdout, stderr, value or error was cut off.
         timed_out: True if the code was interrupted after the timeout; its variables survive unless it also `died`.
-        died: True if the interpreter ended and its variables are lost; the next call gets a new one.
+        died: True if the interpreter ended and its variables are lost; the next call gets a new interpreter.
         limit: The limit that the code exceeded, if any.
         files_lost: True if the code ended the whole sandbox, so that its files are lost too. Files survive if only the
             interpreter is killed.

@@ -41,7 +41,7 @@ class Startable(Displayable, ABC):
 
     @classmethod
     def validate_options(cls, **options: Any) -> None:
-        """Raise an error for invalid settings. A pool calls this when it is created, before it starts a sandbox."""
+        """Raise an error for invalid settings. A new pool calls this method before it starts a sandbox."""
         cls(**options)
 
     @abstractmethod
@@ -183,7 +183,7 @@ class Sandbox(Startable):
         self._call_count = 0
 
     async def _setup(self) -> None:
-        """Override this to prepare a fresh interpreter before its first call. It is called while the lock is held."""
+        """Prepare a fresh interpreter. Subclasses override this method, which is called while the lock is held."""
 
     async def reset(self) -> None:
         """Kill all processes inside, empty the folders and set up a new interpreter, which takes about 2 ms.
@@ -199,7 +199,7 @@ class Sandbox(Startable):
 
     @property
     def alive(self) -> bool:
-        """True if the sandbox can be used or reset. It stays True if only the interpreter dies."""
+        """True if the sandbox can be used or reset. The value stays True if only the interpreter dies."""
         if self._closed or self._handle is None or self._control is None or self._control.ended:
             return False
         return self._handle.alive
@@ -325,7 +325,7 @@ class Sandbox(Startable):
                 return ENDED_BY_CODE
             raise SandboxError(f"this {type(self).__name__} is {'closed' if self._closed else 'dead'}")
         if self._abandoned is not None and self._has_interpreter:
-            # An earlier call was cancelled and interrupted. Wait for it to end, and kill it if it keeps running.
+            # Wait for an earlier call, which was cancelled and interrupted, to end. Kill it if it keeps running.
             earlier = await self._outcome(Call(self, self._abandoned, GRACE_SECONDS))
             if earlier.died:
                 why = "a cancelled call was killed, because it did not stop" if earlier.timed_out else earlier.error
@@ -359,7 +359,7 @@ class Sandbox(Startable):
             raise
 
     def _interpreter_ended(self, status: int) -> None:
-        """Record that the interpreter has exited. The call in progress or else the next call reports the exit."""
+        """Record that the interpreter has exited. The exit is reported by the current or the next call."""
         self._has_interpreter = False
         self._unreported = SandboxResult(error=death_message(None, status), died=True)
 

@@ -56,7 +56,7 @@ class ShellResult(SandboxResult):
 
 
 class ShellSandbox(HostedSandbox):
-    """A persistent, confined bash. It starts in an empty folder, and the sandbox's Python is first in its PATH.
+    """A persistent, confined bash. The shell starts in an empty folder, and the sandbox's Python is first in its PATH.
 
     Call `await start()`, then `await run(command)` any number of times, `await reset()` for a clean shell, and finally
     `await close()`; or use `async with ShellSandbox() as sandbox`. The settings are those of PythonSandbox; the limit
@@ -108,8 +108,8 @@ class ShellSandbox(HostedSandbox):
         To set further variables, let the command begin with "env", as in ["env", "DEBUG=1", "mini", "-t", question].
 
         Args:
-            command: program and arguments. The program must be visible in the sandbox, such as one that is installed
-                next to this Python.
+            command: program and arguments. The program must be visible in the sandbox, for example because it is
+                installed next to this Python.
             endpoint: the endpoint of the chain, a parameter of the harness.
             timeout: time limit in seconds, including the time in which the policy samples.
 

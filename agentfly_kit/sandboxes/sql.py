@@ -19,7 +19,7 @@ from .inside.values import decode
 from .result import SandboxResult
 from .settings import forward_signature
 
-_MAX_CELL_WIDTH = 60  # characters of a cell in `SQLResult.text`
+_MAX_CELL_WIDTH = 60  # maximum number of characters of a cell in `SQLResult.text`
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -123,7 +123,8 @@ class SQLSandbox(HostedSandbox):
         Each statement is committed immediately, unless a transaction was begun with BEGIN.
 
         After `timeout` seconds the query is interrupted, and the effects of the interrupted statement are rolled back.
-        If it does not stop, its process is killed, and the next call sees the state after the last finished statement.
+        If the query does not stop, its process is killed, and the next call sees the state after the last finished
+        statement.
 
         Raises:  SandboxError if the sandbox is closed or cannot be restarted. Failures of the query are not raised.
         """
@@ -203,7 +204,7 @@ class SQLSandbox(HostedSandbox):
 
 
 def _refuse(tagged: Any) -> Any:
-    raise ValueError(f"the sandbox returned a value of no database type: {tagged!r:.80}")
+    raise ValueError(f"the sandbox returned a value that has no database type: {tagged!r:.80}")
 
 
 def _table(columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> str:

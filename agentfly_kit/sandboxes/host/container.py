@@ -62,7 +62,8 @@ class Container(Displayable):
     read-only except for /tmp. The engine enforces the sandbox's limits (memory, processes, CPU time, disk, network).
 
     Attributes:
-        image: name of an image that the engine already has; it is not pulled. It must contain Python 3.9 or newer.
+        image: name of an image that the engine already has; it is not pulled. The image must contain Python 3.9 or
+            newer.
         cpus: maximum number of processors that the whole container uses, such as 0.5. By default, there is no limit.
         mounts: {"/path/on/host": "/path/inside"}, mounted read-only; append ":rw" to the inner path to make it
             writable. A reset does not clear mounts. Host paths refer to the engine's machine.

@@ -243,7 +243,7 @@ def _kernel_is_at_least(*wanted: int) -> bool:
 
 
 def _probe(command: list[str], environment: dict[str, str], passed: tuple[int, ...]) -> str:
-    """Run a command that should print 42. Return "" if it does, otherwise an error message."""
+    """Run a command that should print 42. Return "" if that succeeds, otherwise an error message."""
     try:
         done = subprocess.run(
             command, env=environment, pass_fds=passed, capture_output=True, text=True, timeout=_PROBE_SECONDS,

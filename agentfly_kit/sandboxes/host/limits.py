@@ -25,10 +25,10 @@ class Limits:
     core.
 
     Attributes:
-        memory_mb: memory that the code inside can use, in MB of 2**20 bytes.
+        memory_mb: memory that the code inside can use, in MB (2**20 bytes).
         processes: number of processes and threads.
         cpu_seconds: CPU time per call.
-        disk_mb: size of the files written inside, in MB of 2**20 bytes.
+        disk_mb: size of the files written inside, in MB (2**20 bytes).
         network: True to allow network access.
     """
 
@@ -138,9 +138,9 @@ def _own_group(mount: Path, path: str) -> Path:
 class LimitHits(NamedTuple):
     """Counters of exceeded limits. If only `killed` rises, a parent group or the machine has run out of memory."""
 
-    memory: int = 0  # how often the sandbox's own memory limit led to a kill
-    killed: int = 0  # processes killed by an out-of-memory killer
-    processes: int = 0  # forks refused by the sandbox's own process limit
+    memory: int = 0  # number of kills caused by the sandbox's own memory limit
+    killed: int = 0  # number of processes killed by an out-of-memory killer
+    processes: int = 0  # number of forks refused by the sandbox's own process limit
 
 
 class Usage:
@@ -158,8 +158,8 @@ class Usage:
         The result is None if there is no new report.
 
         Args:
-            pid: id of the sandbox's outermost process. If it is stopped, the states contain "!", because code inside
-                cannot stop it.
+            pid: id of the sandbox's outermost process. If this process is stopped, the states contain "!", because code
+                inside cannot stop it.
         """
         seconds, states = processes.activity([pid, *self.members(pid)])
         counted = self.cpu_seconds()
@@ -258,7 +258,7 @@ class Group(Usage):
         return [int(pid) for pid in (_read(folder / "cgroup.procs") or "").split()]
 
     def kill(self, patience: float = 2.0) -> bool:
-        """Kill every process in the group. Return False if some are still alive after `patience` seconds."""
+        """Kill every process in the group. Return False if a process is still alive after `patience` seconds."""
         deadline = time.monotonic() + patience
         while pids := self.processes():
             for folder in self.folders.values():
@@ -272,7 +272,7 @@ class Group(Usage):
         return True
 
     def remove(self, patience: float = 1.0) -> bool:
-        """Remove the folders of an empty group, retrying for `patience` seconds. Return False if some still exist."""
+        """Remove the folders of an empty group, retrying for `patience` seconds. Return False if one still exists."""
         deadline = time.monotonic() + patience
         for folder in self.folders.values():
             while folder.exists():

@@ -25,7 +25,7 @@ from ..inside import processes
 from . import commands, isolation, reaper, seccomp
 from .limits import Group, Limits, Usage
 
-_EXIT_SECONDS = 0.5  # time in which a zygote must exit before it is killed
+_EXIT_SECONDS = 0.5  # a zygote that has not exited after this time is killed
 _PRELUDE = 'for file in $JOIN; do echo 0 > "$file" || exit 97; done; unset JOIN; exec "$@"'
 
 
@@ -118,7 +118,7 @@ class SandboxProcess:
             self._kill(process)
 
     def stop(self) -> None:
-        """Kill the process and wait for it to exit. `destroy` releases its other resources."""
+        """Kill the process and wait for it to exit. `destroy` releases the other resources."""
         if self.process is not None and self.process.poll() is None and os.getpid() == self.owner_pid:
             self._kill(self.process)
 

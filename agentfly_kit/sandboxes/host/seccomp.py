@@ -22,7 +22,7 @@ _DENIED: dict[str, tuple[int | None, int | None]] = {
     # access to other processes, such as the zygote
     "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
     "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "move_pages": (279, 239), "migrate_pages": (256, 238),
-    # effects that a reset could not undo, because the objects or settings outlive the process that made them
+    # calls with effects that a reset could not undo, because objects or settings outlive the process that made them
     "shmget": (29, 194), "shmat": (30, 196), "shmctl": (31, 195), "semget": (64, 190), "semop": (65, 193),
     "semctl": (66, 191), "semtimedop": (220, 192), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
     "msgctl": (71, 187), "mq_open": (240, 180), "mq_unlink": (241, 181), "setpriority": (141, 140),
@@ -60,7 +60,7 @@ _ATTRIBUTES: dict[str, tuple[int | None, int | None]] = {
     "llistxattr": (195, 12), "flistxattr": (196, 13), "getxattrat": (464, 464), "listxattrat": (465, 465),
 }  # fmt: skip
 _TRUNCATE = {"truncate": (76, 45)}  # truncation by path, which Landlock covers from ABI version 3
-_SIGNALS: dict[str, tuple[int | None, int | None]] = {  # covered by Landlock from ABI version 6
+_SIGNALS: dict[str, tuple[int | None, int | None]] = {  # signals, which Landlock covers from ABI version 6
     "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
     "rt_tgsigqueueinfo": (297, 240), "pidfd_send_signal": (424, 424),
 }  # fmt: skip

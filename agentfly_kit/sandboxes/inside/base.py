@@ -89,7 +89,7 @@ def list_home() -> list[list[Any]]:
             path = os.path.join(folder, entry.name)
             status = entry.stat(follow_symlinks=False)
             if status.st_dev != device:
-                continue  # a read-only mount of the host's Python
+                continue  # skip read-only mounts of the host's Python
             row: list[Any] = [path, "other", stat.S_IMODE(status.st_mode), status.st_size, status.st_mtime_ns, ""]
             if entry.is_symlink():
                 row[1], row[5] = "link", os.readlink(entry.path)

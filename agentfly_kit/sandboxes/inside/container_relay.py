@@ -37,7 +37,7 @@ class Relay(Zygote):
         self.counts: tuple[int, ...] | None = None
         self.call_running = False
         self.usage_read = 0.0
-        self.listener: _socket.socket | None = None  # the port of an agent
+        self.listener: _socket.socket | None = None  # listens on the port of an agent
         self.tunnels: dict[int, Tunnel] = {}
         self.last_tunnel = 0
 
@@ -208,7 +208,7 @@ class Relay(Zygote):
             self.unsent.clear()  # the interpreter died; its exit is reported separately
 
     def read_pipe(self, pipe: int) -> bool:
-        """Read and forward one chunk of printed output. Return True if there was one."""
+        """Read and forward one chunk of printed output. Return True if there was output."""
         try:
             data = os.read(pipe, _CHUNK)
         except BlockingIOError:

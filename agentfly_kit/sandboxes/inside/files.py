@@ -24,7 +24,7 @@ OPEN_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def relative_path(path: str) -> str:
-    """Resolve a path and return it relative to the working folder. Raises Refused if it leaves this folder."""
+    """Resolve a path and return it relative to the working folder. Raises Refused if the path leaves this folder."""
     root = work_folder()
     if "\0" in path:
         raise Refused("a path cannot contain the character NUL")
@@ -62,7 +62,7 @@ def open_parent(inside: str, make: bool = False) -> int:
 
 
 def read_bytes(path: str) -> tuple[str, bytes]:
-    """Read a file. Return its path relative to the working folder, and its content."""
+    """Read a file. Return the file's path relative to the working folder, and its content."""
     inside = relative_path(path)
     above = open_parent(inside)
     try:
@@ -280,7 +280,7 @@ def grep(pattern: str, path: str, max_matches: int) -> dict[str, Any]:
         except Refused:
             if name == path:
                 raise
-            continue  # not text, or deleted in the meantime
+            continue  # the file is not text, or was deleted in the meantime
         for number, line in enumerate(text.splitlines(), 1):
             if wanted.search(line):
                 if len(found) == max_matches:

@@ -107,7 +107,7 @@ class Interpreter:
             except BaseException as error:
                 self.running = False
                 self.describe_error(reply, error)
-        except BaseException as error:  # an interrupt between the lines above, or no memory to format the error
+        except BaseException as error:  # interrupted between the lines above, or out of memory
             self.running = False
             reply["type"] = type(error).__name__
             reply["error"] = reply["type"]

@@ -16,14 +16,14 @@ libc = ctypes.CDLL(None, use_errno=True)
 
 
 def prctl(option: int, value: int) -> None:
-    """Call prctl; has no effect on systems without it."""
+    """Call prctl, or do nothing on systems that lack it."""
     call = getattr(libc, "prctl", None)
     if call is not None:
         call(option, value, 0, 0, 0)
 
 
 def kernel(name: str, *arguments: Any) -> int:
-    """Call a function of the C library. Integers are passed as 64 bits. Raises OSError if it returns -1."""
+    """Call a function of the C library. Integers are passed as 64 bits. Raises OSError if the result is -1."""
     result: int = getattr(libc, name)(*(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments))
     if result < 0:
         number = ctypes.get_errno()
@@ -53,7 +53,7 @@ def become(uid: int, namespace: int, folders: list[str]) -> None:
     os.setresgid(uid, uid, uid)
     os.setresuid(uid, uid, 0)
     drop_capabilities()
-    prctl(PR_SET_PDEATHSIG, 9)  # set by bwrap, but cleared by the change of user
+    prctl(PR_SET_PDEATHSIG, 9)  # bwrap has set this signal, but the change of user cleared it
 
 
 def changeable(path: str) -> bool:
@@ -75,7 +75,7 @@ def changeable(path: str) -> bool:
 def drop_capabilities() -> None:
     """Drop all capabilities, for this process and all programs that it starts."""
     prctl(PR_SET_NO_NEW_PRIVS, 1)
-    prctl(47, 4)  # PR_CAP_AMBIENT, clear all
+    prctl(47, 4)  # PR_CAP_AMBIENT: clear all ambient capabilities
     for capability in range(64):
         # PR_CAPBSET_DROP; fails for capabilities that the kernel does not have
         prctl(24, capability)
@@ -98,7 +98,7 @@ def landlock(rules: dict[str, Any]) -> int:
     words = [every, *([0 if rules["network"] else 3] if abi >= 4 else []), *([3] if abi >= 6 else [])]
     attribute = (ctypes.c_uint64 * len(words))(*words)
     ruleset = kernel("syscall", 444, attribute, ctypes.sizeof(attribute), 0)
-    on_files = 0xC007  # execute, write, read, truncate, ioctl
+    on_files = 0xC007  # rights on files: execute, write, read, truncate, ioctl
     for path, rights in rules["paths"]:
         try:
             descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -132,7 +132,7 @@ _LIMIT_FILES = {
 
 
 def own_limits() -> list[str]:
-    """Return the files that contain this process's control group limits. DuckDB aborts if it cannot read them."""
+    """Return the files that contain this process's control group limits. DuckDB aborts if it cannot read these."""
     found = ["/proc/self/cgroup"]
     with open(found[0]) as file:
         memberships = [line.rstrip("\n").split(":", 2) for line in file]

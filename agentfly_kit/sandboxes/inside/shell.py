@@ -1,8 +1,8 @@
-"""The part of a ShellSandbox that runs inside: one bash that reads a command, evaluates it and reports its exit status.
+"""The part of a ShellSandbox that runs inside: a bash process that evaluates commands and reports exit statuses.
 
-This file runs after base.py and processes.py in the same namespace. The bash is interactive, though without a terminal,
-because only an interactive bash abandons the current command on an interrupt and continues with its variables intact.
-Bash writes directly to the interpreter's stdout and stderr, so that output survives any kill.
+This file runs after base.py and processes.py in the same namespace. Bash runs in interactive mode, though without a
+terminal, because only an interactive bash abandons the current command on an interrupt and continues with its variables
+intact. Bash writes directly to the interpreter's stdout and stderr, so that output survives any kill.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Shell:
             time.sleep(0.005)
 
     def stop(self) -> int | None:
-        """Interrupt the command. If it keeps running, kill those of its processes that the kernel lists."""
+        """Interrupt the command. If the command keeps running, kill those of its processes that the kernel lists."""
         self.interrupt()
         status = self.status(INTERRUPT_SECONDS)
         deadline = time.monotonic() + KILL_SECONDS
@@ -207,7 +207,7 @@ def run(command: str, cpu_seconds: float | None) -> dict[str, Any]:
 
 
 def dump() -> str | None:
-    """Return commands that restore the shell's directory, variables, functions and options; None if it has ended."""
+    """Return commands that restore the shell's directory, variables, functions and options; None if no shell runs."""
     if Current.shell is None or Current.shell.process.poll() is not None:
         return None
     path = os.path.join(home(), ".agentfly-shell-state")

@@ -114,7 +114,7 @@ def interruptible(work: Callable[[], Any]) -> Any:
         done.wait()
     except BaseException:
         # Interrupt repeatedly, because an interrupt has no effect before the query has begun. Do not return while the
-        # query runs, since it would block the next one. If it does not end, the host kills this process.
+        # query runs, since it would block the next one. If the query does not end, the host kills this process.
         while not done.wait(INTERRUPT_SECONDS):
             if Database.connection is not None:
                 Database.connection.interrupt()

@@ -49,7 +49,7 @@ def add_exit() -> None:
 
 
 def load(source: str, module: str) -> dict[str, Any]:
-    """Run a submission as a module of the given name. Return its error, if any."""
+    """Run a submission as a module of the given name. Return the error, if any."""
     made = types.ModuleType(module)
     sys.modules[module] = made
     Submission.name, Submission.text = module, source
@@ -115,7 +115,7 @@ def answer(question: str) -> str:
 
 
 def program(source: str, stdin: str) -> dict[str, Any]:
-    """Run a submission as a whole program with the given standard input. Return its error, if any."""
+    """Run a submission as a whole program with the given standard input. Return the error, if any."""
     path = os.path.join(home(), ".stdin")
     with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
         file.write(stdin)

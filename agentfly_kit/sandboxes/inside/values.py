@@ -29,7 +29,7 @@ def encode(value: Any, other: Callable[[Any], Any]) -> Any:
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
-        return str.__str__(value)  # for a member of an enum, this is its value
+        return str.__str__(value)  # converts a member of an enum to its value
     if isinstance(value, int):
         number = int(value)
         return number if abs(number) < 2**53 else {"$int": hex(number)}  # Python limits the length of decimal numbers

@@ -10,8 +10,8 @@ The control socket carries JSON lines. The host sends the settings once, and the
 "count", "serial"}; {"op": "listen", "serial"} with a Unix socket over which the host gets a listening socket; and
 {"op": "sync", "serial"}, which is echoed after all earlier commands are done. The zygote sends {"op": "ready"}, {"op":
 "fresh", "serial", "error"}, {"op": "exit", "serial", "status"}, {"op": "count", "serial", "processes"}, {"op":
-"listen", "serial", "port", "error"} and the echoed sync. When the host closes the socket, the zygote kills everything
-and exits.
+"listen", "serial", "port", "error"} and the echoed sync. When the host closes the socket, the zygote kills all its
+descendants and exits.
 """
 
 from __future__ import annotations
