@@ -65,7 +65,7 @@ if TYPE_CHECKING:
     from agentfly_kit.agent.chain_editing import Chain
 
 OVER = "The episode is over."
-# Size of the pools that `agent` creates for sandboxes that tools and rewards request. Their leases are short.
+# Size of the pools that `agent` creates for sandboxes requested by tools and rewards, whose leases are short.
 _EXTRA_POOL_SIZE = 4
 
 
@@ -295,12 +295,12 @@ def agent(
         engine: the engine that samples the actions.
         chat: the `af.Chat` of the engine's model.
         tools: tools in addition to those of the environment.
-        reward: the reward to use instead of the environment's own. It can read the environment through a parameter
-            such as `world: af.FromPool[Guess]`.
+        reward: the reward to use instead of the environment's own. The reward can read the environment through a
+            parameter such as `world: af.FromPool[Guess]`.
         pool: the pool of environments; by default a new one is created.
         size: size of the new pool; chains wait while all instances are leased. If a tool or the reward requests other
             sandbox classes that no given pool provides, small pools are created for them.
-        acquire_timeout: how long a chain waits for an environment of the new pool, in seconds.
+        acquire_timeout: maximum time in seconds for which a chain waits for an environment of the new pool.
         options: keyword arguments for the environment class.
         **settings: further arguments of `Agent`: max_turns, sampling, seed, pools, ... With `harness=`, the model gets
             no tools, and the harness gets the environment through a parameter such as `world: af.FromPool[Guess]`.

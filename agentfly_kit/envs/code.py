@@ -155,7 +155,7 @@ def _built_in_names(code: str) -> tuple[str, ...]:
 
 # --- generated tasks -----------------------------------------------------------------------------
 
-# One step of a program: an operation and its operand. Operations that take no operand ignore it.
+# One step of a program: an operation and its operand. Some operations ignore the operand.
 Step = tuple[str, int]
 # Maps an operation to a line of code. A generated program is a function f(x) that applies one to three operations.
 STEPS = {

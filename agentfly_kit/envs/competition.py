@@ -212,11 +212,12 @@ class Contest(SandboxEnvironment):
 
     Args:
         shaped: if true, the turn reward of a submission is the amount by which it improves the best position, and the
-            final reward is 0. This does not change the total reward. Submitting the same file again has reward 0.
+            final reward is 0. Shaping does not change the total reward. Submitting the same file again gives a reward
+            of 0.
         seconds: time limit for one program.
-        reuse: if the first program of a chain succeeded before as the first program of another chain of the same
-            competition, reuse its predictions instead of running it again. The programs must be
-            deterministic, and all environments of the process that reuse predictions must have the same settings.
+        reuse: if the first program of a chain has already succeeded as the first program of another chain of the same
+            competition, reuse the predictions instead of running the program again. The programs must be deterministic,
+            and all environments of the process that reuse predictions must have the same settings.
         **sandbox: settings of `PythonSandbox`.
     """
 
@@ -240,7 +241,7 @@ class Contest(SandboxEnvironment):
         int_field(task, "world")
 
     async def reset(self, task: Task, seed: int) -> None:
-        """Select the task's competition. Its files are written before the first program runs."""
+        """Select the task's competition. The files are written before the first program runs."""
         self.check_task(task)
         self._contest = generate(task.fields["competition"], task.fields["world"])
         self.best, self.submissions, self.events = 0.0, 0, []
@@ -304,7 +305,7 @@ class Contest(SandboxEnvironment):
         return "The initial files of the folder were restored."
 
     async def _run(self, code: str, *, submit: bool) -> tuple[bool, str, float]:
-        """Run a program. Return (True if it succeeded, observation, improvement of the best position)."""
+        """Run a program. Return (True on success, observation, improvement of the best position)."""
         try:
             predictions = await self._predictions(code)
         except ToolError as error:
@@ -318,7 +319,7 @@ class Contest(SandboxEnvironment):
         return True, f"{self._contest.metric} {raw:.4f}, position {public:.2f}", gain
 
     async def _predictions(self, code: str) -> list[float]:
-        """Return the predictions that a program writes. Raise ToolError if it fails or writes no valid submission."""
+        """Return the predictions that a program writes. Raise ToolError if there are none or the program fails."""
         key = (self._contest.name, code) if self._reuse and not self.events else None
         if key is not None and key in _KNOWN:
             self._skipped = code
@@ -400,7 +401,7 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
-    """At random, run a constant baseline, write a submission without rows, ask for information, or answer."""
+    """Randomly run a constant baseline, write a submission without rows, ask for information, or answer."""
     if rng.random() < 0.3:
         return rng.choice(["done", "I don't know"])
     codes = (

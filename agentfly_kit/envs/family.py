@@ -164,7 +164,7 @@ class Family(Displayable):
 
         Args:
             engine: an engine, or a policy, which is then sampled with a `LocalEngine`.
-            chat: the `af.Chat` of the engine's model. Not needed if `engine` is a policy.
+            chat: the `af.Chat` of the engine's model; not needed if `engine` is a policy.
             **settings: as for `af.envs.agent`; max_turns, size, acquire_timeout and sampling default to the family's
                 values.
 
@@ -186,7 +186,7 @@ class Family(Displayable):
         return base.agent(self.environment, engine, chat=chat, **settings)
 
     def expert(self, policy: Policy | None = None, **settings: Any) -> Agent:
-        """Create an agent whose scripted player solves the tasks. Its reward is an upper bound for any policy.
+        """Create an agent whose scripted player solves the tasks, to get an upper bound on the reward.
 
         Args:
             policy: a policy that will imitate the expert; the agent then uses its tokenizer and chat template.
@@ -263,7 +263,7 @@ def existing_file(path: str | os.PathLike[str], hint: str) -> Path:
 
 
 def int_field(task: Task, name: str, minimum: int = 0) -> int:
-    """Return an integer field of a task. Raise TaskError if it is missing, not an integer, or less than `minimum`."""
+    """Return an integer field of a task. Raise TaskError if there is no such integer of at least `minimum`."""
     given = task.fields.get(name)
     if isinstance(given, bool) or not isinstance(given, int) or given < minimum:
         has = f"is {given!r}" if name in task.fields else "is missing"

@@ -31,8 +31,8 @@ def from_env(
 
     `seed` (the task's seed), `options` (a task field) and `num_players=1` are passed to `reset` if it accepts them. The
     reward of each step is a turn reward, and the metric `total` is the sum of these rewards. To train with an
-    outcome-based estimator such as "grpo", set `TrainConfig(sum_turn_rewards=True)`. By default, a chain with a
-    positive sum succeeds; `af.envs.agent(..., success=)` sets another rule. The environment cannot be forked.
+    outcome-based estimator such as "grpo", set `TrainConfig(sum_turn_rewards=True)`. By default, a chain succeeds if
+    this sum is positive; `af.envs.agent(..., success=)` sets another rule. The environment cannot be forked.
 
     Args:
         make: a class or function without arguments that returns a new environment.
@@ -92,7 +92,7 @@ def from_env(
                 text = show(self.observation)
                 seen, self._seen = self._seen, text
                 return text.removeprefix(seen).lstrip("\n") if seen else text
-            # The last of several values is `info`. `reset` of Gym before 0.26 returns only an observation.
+            # The last value of a tuple is `info`. `reset` of Gym before 0.26 returns only an observation.
             pair = isinstance(result, tuple) and len(result) > 1 and isinstance(result[-1], Mapping | None)
             self.observation = result[0] if pair else getattr(result, "observation", result)
             return show(self.observation)

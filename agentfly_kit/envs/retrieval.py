@@ -12,7 +12,8 @@ from typing import Any, Protocol, TypeAlias
 
 from agentfly_kit.errors import SettingsError
 
-# Function that embeds n strings as vectors of length d. It returns an array or tensor of shape (n, d), or nested lists.
+# Function that embeds n strings as vectors of length d. The function returns an array or tensor of shape (n, d), or
+# nested lists.
 Embed: TypeAlias = Callable[[list[str]], Any]
 
 # Lucene's English stop words.

@@ -68,7 +68,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 def _launch(jar: str, options: Sequence[str]) -> tuple[int, str, subprocess.Popen[bytes]]:
     """Start the Java process and return its port, its authentication token and the process.
 
-    This replaces py4j's launch_gateway, which leaks the process and its pipes if Java does not print a port.
+    This function replaces py4j's launch_gateway, which leaks the process and its pipes if Java does not print a port.
     """
     from py4j.java_gateway import find_jar_path
 

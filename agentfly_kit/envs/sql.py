@@ -367,7 +367,7 @@ def load(
 
     Args:
         questions: a JSON list of {"question", "query" or "SQL", "db_id"} (Spider, BIRD), or of {"query", "gold", "db"}
-            (InterCode). BIRD's "evidence" is appended to the question, as in its own prompts.
+            (InterCode). The "evidence" of BIRD is appended to the question, as in BIRD's own prompts.
         databases: folder with NAME/NAME.sqlite or NAME.sqlite for each database; by default the folder `database` next
             to the file.
         schema: prepend the names of tables and columns to each question, as is usual for Spider but not for InterCode.

@@ -117,7 +117,7 @@ class ALFWorld:
 
     @property
     def plan(self) -> list[str]:
-        """Commands that win the game from the current state. They may use objects that the agent has not seen yet."""
+        """Commands that win the game from the current state, even if the agent has not seen all objects yet."""
         if isinstance(self.world, House):
             assert self.game is not None
             return plans.plan(self.world, self.game.goal)
@@ -127,7 +127,8 @@ class ALFWorld:
         """Return 1 if the goal is met, else 0. Additional metrics: `steps` and `invalid` (number of invalid commands).
 
         Generated games have further metrics: `found` and `taken` are 1 if an object of the goal's type was seen or
-        held; `prepared` is 1 if it was in the required state, the lamp was on, or one of two objects was in its place.
+        held; `prepared` is 1 if such an object was in the required state, the lamp was on, or one of two objects was in
+        its place.
         """
         score = float(self.won)
         stages = {} if self.game is None else {name: float(was or self.won) for name, was in self.stages.items()}
@@ -142,7 +143,7 @@ class ALFWorld:
 
 
 def game_of(task: Task) -> Game:
-    """Generate the game from a task's fields `game` and `size`. Raises SettingsError or TaskError if one is invalid."""
+    """Generate the game from a task's fields `game` and `size`. Raises SettingsError or TaskError for invalid fields."""
     if "game" not in task.fields:
         raise SettingsError("field 'game' is missing; create tasks with af.envs.alfworld.tasks() or tasks_in(folder)")
     return games.game(int_field(task, "game"), task.fields.get("size", "full"))

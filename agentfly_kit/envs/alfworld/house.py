@@ -194,7 +194,7 @@ class House:
     def _examine(self, name: Name) -> str:
         if name == self.here:
             return self._place(name)
-        # Only the held object can be examined. This follows the engine of ALFWorld, not its domain file.
+        # Only the held object can be examined, as in ALFWorld's engine, but not in its domain file.
         return self._thing(name) if name == self.held else NOTHING
 
     def _use(self, thing: Name) -> str:

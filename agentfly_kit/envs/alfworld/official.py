@@ -1,7 +1,7 @@
 """Games run by TextWorld: ALFWorld's games (`game.tw-pddl`) and TextWorld's own games (`.json`, `.z8`).
 
 These games require `textworld` and, for `game.tw-pddl`, ALFWorld's planner `fast_downward_textworld`, which is compiled
-during installation. Nothing is downloaded; ALFWorld's command `alfworld-download` downloads its games.
+during installation. This module downloads nothing; ALFWorld's command `alfworld-download` downloads the games.
 """
 
 from __future__ import annotations

@@ -149,7 +149,7 @@ def tasks_in(file: str | os.PathLike[str], n: int | None = None) -> Tasks:
 
     In these files each puzzle begins with a move of the opponent. The task starts from the position after that move.
 
-    Raises:  TaskError if the file is missing; SettingsError, with the line number, if it is malformed.
+    Raises:  TaskError if the file is missing; SettingsError, with the line number, if the file is malformed.
     """
     path = existing_file(file, "Lichess publishes its puzzles at database.lichess.org (CC0)")
     found: list[dict[str, Any]] = []

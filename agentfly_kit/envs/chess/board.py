@@ -66,7 +66,7 @@ def after(board: Board, move: Move) -> Board:
 
 
 def read(board: Board, text: str) -> Move | None:
-    """Parse a legal move such as "e7e8q" or "e8=Q+". Return None if no move matches, or more than one."""
+    """Parse a legal move such as "e7e8q" or "e8=Q+". Return None unless exactly one move matches."""
     plain = re.sub(r"[#!?]+$|\s*e\.p\.$", "", text.strip()[:20])  # no move is longer
     for parse, written in ((board.parse_uci, plain.lower()), (board.parse_san, plain)):
         try:

@@ -1,4 +1,4 @@
-"""repo: repair a bug in a small repository, with file tools and a shell. The reward is 1 if all its tests pass.
+"""repo: repair a bug in a small repository, with file tools and a shell. The reward is 1 if all tests pass.
 
 Each chain works in its own folder in a FileSandbox. Tests are not run in that folder: the reward reads the program's
 files, and a Grader runs the original tests, including hidden ones, against these files in fresh processes.
@@ -9,8 +9,8 @@ Edited tests, a conftest.py or a patched assert therefore have no effect.
 
 A repository is a folder with `tests/test_*.py` (functions test_..., plain asserts) and optionally `hidden/` with tests
 that the chain cannot see. A task has three fields: `repository`, a folder (by default the included one); `bugs`, the
-lines to break before the chain starts; and `failing`, the tests that fail because of them. Instead of `repository` and
-`bugs`, a task may have `files` and `tests`, each {path: text}.
+lines to break before the chain starts; and `failing`, the tests that fail because of these bugs. Instead of
+`repository` and `bugs`, a task may have `files` and `tests`, each {path: text}.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     singles = rng.sample(mine, len(mine))
     found: list[dict[str, Any]] = []
     seen: set[tuple[str, ...]] = set()
-    for _ in range(50 * n + 1000):  # after that, all pairs have probably been tried
+    for _ in range(50 * n + 1000):  # after so many attempts, all pairs have probably been tried
         if len(found) >= n:
             break
         if singles and len(found) % 3 != 2:

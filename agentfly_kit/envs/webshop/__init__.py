@@ -8,7 +8,8 @@ and the reward are those of WebShop. The included catalogue is fictional; `Catal
     agent = af.envs.webshop.agent(policy, options={"catalogue": mine})
     tasks = af.envs.webshop.tasks(catalogue=mine)
 
-The reward compares nouns in product titles. `scoring.likely_nouns` guesses them. To use spaCy instead, as WebShop does:
+The reward compares nouns in product titles. By default, `scoring.likely_nouns` guesses these nouns. To use spaCy
+instead, as WebShop does:
 
     tagger = spacy.load("en_core_web_sm")
     options = {"nouns": lambda title: [t.text.lower() for t in tagger(title) if t.pos_ in ("NOUN", "PROPN")]}

@@ -205,7 +205,7 @@ class Catalogue:
         return goals
 
     def _bound(self, price: float) -> tuple[float, str]:
-        """Sample two of the four lowest `BOUNDS` above the price. Return the larger one and its wording in English."""
+        """Sample two of the four lowest `BOUNDS` above the price. Return the larger bound and its English wording."""
         above = [bound for bound in BOUNDS if bound > price][:4]
         if len(above) < 2:
             return UNBOUNDED, ""

@@ -23,7 +23,8 @@ Nouns: TypeAlias = Callable[[str], Sequence[str]]
 # Threshold of `token_set_ratio` above which two strings match.
 ALIKE = 85
 
-# Colour words that the reward recognizes. `color_of` depends on their order, which is that of WebShop.
+# Colour words that the reward recognizes. `color_of` depends on the order of these words, which is the same as in
+# WebShop.
 COLORS = tuple(task_files.bundled_json("vocabularies", "webshop.json")["colors"].split())
 
 
