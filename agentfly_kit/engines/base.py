@@ -60,7 +60,7 @@ class Engine(Displayable, ABC):
                 engines that keep its KV cache between turns.
 
         Raises:
-            EngineError: If the engine failed or the ids exceed its context length.
+            EngineError: If the engine failed or the ids exceed the context length.
         """
 
     def _check_ids(self, ids: Sequence[int]) -> None:
@@ -83,7 +83,7 @@ class Engine(Displayable, ABC):
         raise EngineError(f"{type(self).__name__} does not support distribution(); use LocalEngine")
 
     async def score(self, ids: Sequence[int]) -> tuple[float, ...]:
-        """Return the logprob of each id after the first, given the ids before it, at temperature 1 in nats."""
+        """Return the logprob in nats, at temperature 1, of each id after the first, given the ids before it."""
         raise EngineError(
             f"{type(self).__name__} cannot score given ids; use policy.score, VLLMEngine or OpenAIEngine"
         )

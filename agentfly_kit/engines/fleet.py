@@ -68,7 +68,7 @@ class Fleet(Engine):
     `members` shows the state of each engine.
 
     Args:
-        engines: At least one engine. Either all must return token ids, or all must return text.
+        engines: At least one engine. Either all engines must return token ids, or all must return text.
         tolerance: Largest difference in nats between the logprobs of an engine and the policy; by default 1e-3 for a
             policy in float32 and 0.05 in 16 bits. Set 0.05 if the dtype of the servers differs from that of the policy.
 
@@ -154,7 +154,7 @@ class Fleet(Engine):
 
     @property
     def policy(self) -> Any:
-        """Policy of the first engine that has one, such as a LocalEngine. Raises AttributeError if there is none."""
+        """Policy of the first engine that has one, such as a LocalEngine. Raises AttributeError if no engine has one."""
         for member in self.members:
             if hasattr(member.engine, "policy"):
                 return member.engine.policy
@@ -185,7 +185,7 @@ class Fleet(Engine):
                 member.engine.release(session)
 
     async def _run(self, ids: Sequence[int], session: str | None, call: Callable[[Engine], Awaitable[Any]]) -> Any:
-        """Call engines one at a time until a call succeeds, and return its result."""
+        """Call engines one at a time until a call succeeds, and return the result."""
         if not self._checked:
             async with self._lock():
                 if not self._checked:
@@ -267,8 +267,8 @@ class Fleet(Engine):
         """Check the weights of all engines, including those excluded earlier. Engines that pass are used again.
 
         Args:
-            policy: Policy whose weights the engines should have; by default that of an engine such as LocalEngine. If
-                there is none, the logprobs are compared with those of the last check or of the first engine.
+            policy: Policy whose weights the engines should have; by default that of an engine such as LocalEngine.
+                Without a policy, the logprobs are compared with those of the last check or of the first engine.
 
         Returns:
             This fleet.

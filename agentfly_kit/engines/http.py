@@ -35,7 +35,7 @@ class RetryingClient:
         key: Key sent as a bearer token, or None.
         timeout: Time limit per attempt in seconds.
         retries: Number of retries after a temporary error.
-        backoff: Wait before the first retry in seconds; it doubles with each further retry.
+        backoff: Wait before the first retry in seconds; the wait doubles with each further retry.
 
     Attributes:
         disconnections: Number of connections that have failed.

@@ -55,17 +55,17 @@ class OpenAIEngine(Engine):
         timeout: Time limit per attempt in seconds.
         retries: Number of retries after a temporary error: a status such as 429 or 503, a timeout or a lost connection.
             If all retries fail, EngineError is raised.
-        backoff: Wait before the first retry in seconds; it doubles with each further retry.
+        backoff: Wait before the first retry in seconds; the wait doubles with each further retry.
         max_length: Context length in tokens, if the server does not report it.
-        extra_body: Additional fields of each request. In text mode, a field that is None is not sent. Also in text
-            mode, the server decides on options that are neither in `Sampling` nor here, and on top_k and min_p if they
-            are 0. A vLLM server takes them from the model's generation_config.json; to sample from the whole
+        extra_body: Additional fields of each request. In text mode, a field that is None is not sent. In text mode, the
+            server also chooses options that are neither in `Sampling` nor here, and top_k and min_p if these are 0. A
+            vLLM server reads such options from the model's generation_config.json; to sample from the whole
             distribution, pass {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}.
-        weights: How `update` sends weights: "shm" through a file in shared memory to a server on this machine, "http"
-            over a socket that this process opens for the duration of an update, or "auto" for "shm" if the server's
-            address is a loopback address and "http" otherwise. The weights are not encrypted. For "http", the server
-            connects to the address of the interface through which this machine reaches the server. If the server must
-            connect to another address, pass that address, for example "http://10.0.0.5:7000".
+        weights: Way in which `update` sends weights: "shm" through a file in shared memory to a server on this machine,
+            "http" over a socket that this process opens for the duration of an update, or "auto" for "shm" if the
+            server's address is a loopback address and "http" otherwise. The weights are not encrypted. For "http", the
+            server connects to the address of the interface through which this machine reaches the server. If the server
+            must connect to another address, pass that address, for example "http://10.0.0.5:7000".
         images: Maximum number of images per request in text mode, which are sent as data URLs; 0 if the model reads
             only text. Images returned by tools follow their results in a user message, because the API requires results
             to be text.
@@ -156,7 +156,7 @@ class OpenAIEngine(Engine):
 
     @property
     def images(self) -> int:  # type: ignore[override]
-        """Maximum number of images per request; 0 in exact mode, in which ids are sent."""
+        """Maximum number of images per request; 0 in exact mode, because its requests contain only ids."""
         return 0 if self._exact else self._images
 
     @property
@@ -184,7 +184,7 @@ class OpenAIEngine(Engine):
         """A chat without a tokenizer, for agents in text mode: `af.Agent(engine, chat=engine.chat)`.
 
         Raises:
-            EngineError: In exact mode, in which agents need a chat with the tokenizer of the model.
+            EngineError: In exact mode, because agents then need a chat with the tokenizer of the model.
         """
         if self._exact:
             raise EngineError("exact tokens require the model's own chat; use policy.chat or af.Chat(tokenizer)")
@@ -334,7 +334,7 @@ class OpenAIEngine(Engine):
             "max_tokens": limit or sampling.max_tokens,
             "temperature": sampling.temperature,
             "logprobs": 1,
-            # Without these, the server uses the model's generation_config.json, and the logprobs are wrong.
+            # Without these settings, the server uses the model's generation_config.json, and the logprobs are wrong.
             **_NEUTRAL,
             "return_token_ids": True,
             "return_tokens_as_token_ids": True,
@@ -398,12 +398,12 @@ class OpenAIEngine(Engine):
     # --- scoring of given tokens, for distillation ---
 
     async def score(self, ids: Sequence[int]) -> tuple[float, ...]:
-        """Return the logprob of each id after the first, given the ids before it, at temperature 1 in nats.
+        """Return the logprob in nats, at temperature 1, of each id after the first, given the ids before it.
 
         The server must support `prompt_logprobs` and `logprob_token_ids`, as vLLM 0.32 does.
 
         Raises:
-            EngineError: If the server fails or does not return these logprobs, or if the ids exceed its context length.
+            EngineError: If the server fails or does not return these logprobs, or if the ids exceed the context length.
         """
         *before, last = (int(i) for i in ids)
         # vLLM always samples a token, so leave the last id out of the prompt and request its logprob there.

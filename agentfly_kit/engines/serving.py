@@ -55,7 +55,7 @@ class VLLMServer(Displayable):
         environment: dict[str, str] | None = None,
         **engine_args: Any,
     ) -> None:
-        # This engine is never started. It only provides the model's folder and settings.
+        # This engine, which is never started, only provides the model's folder and settings.
         self._model = VLLMEngine(policy, **engine_args)
         self._environment = environment or {}
         self.port = port

@@ -57,7 +57,7 @@ def cached_forward(policy: Policy) -> CachedForward:
 
 
 def _modules_forward(trunk: Any, config: Any = None) -> CachedForward:
-    """Return a forward pass that runs the modules of `trunk`. Its layers use `config`, by default `trunk.config`."""
+    """Return a forward pass that runs the modules of `trunk`. The layers use `config`, by default `trunk.config`."""
 
     def forward(
         cache: KVCache,

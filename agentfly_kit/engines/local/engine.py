@@ -72,11 +72,11 @@ class LocalEngine(Engine):
         self._inbox: deque[Request] = deque()
         self._released: deque[str] = deque()
         self._thread: threading.Thread | None = None
-        # The last thread that exited because it was idle. It may still be executing torch code.
+        # The last thread that exited because it was idle; this thread may still be executing torch code.
         self._last_thread: threading.Thread | None = None
         self._exiting = False
         self._grammars: Any = None
-        # Modified only by the engine's thread.
+        # Only the engine's thread modifies the batch.
         self._batch = ContinuousBatch(policy, self.slots, alternatives)
         if policy.chat.reader is not None:
             _ = self.images  # run the trial now, because the weights may change later
@@ -111,7 +111,7 @@ class LocalEngine(Engine):
 
     @property
     def images(self) -> int:  # type: ignore[override]
-        """Maximum number of images per request; 0 if the policy reads none, see `Policy.image_obstacle`."""
+        """Maximum number of images per request; 0 if the policy reads none; see `Policy.image_obstacle`."""
         return 0 if self.image_obstacle else _MAX_IMAGES
 
     @functools.cached_property

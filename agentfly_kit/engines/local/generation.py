@@ -175,7 +175,7 @@ class ContinuousBatch:
 
         `first` contains the first chosen request, its slot, and the number of tokens already in that slot.
         """
-        if self.is_recurrent:  # a prefix of a history cannot be copied
+        if self.is_recurrent:  # a prefix of a cached history cannot be copied
             return False
         leader, _, held = first
         keys, other = request.row_keys[: len(leader.ids)], leader.row_keys[: len(request.ids)]
@@ -324,7 +324,7 @@ class ContinuousBatch:
             if self._alternatives:
                 request.alternatives.append(tuple(zip(top[0][i], top[1][i], strict=True)))
             if request.matcher is not None and not request.matcher.consume_token(ids[i]):
-                ended[i] = "abort"  # its result is an error
+                ended[i] = "abort"  # `Request.sample` returns an error
                 continue
             # A stop token counts as a stop, not as a truncation, even if it is the last token within the limit.
             if ids[i] in self.policy.chat.stop_ids:

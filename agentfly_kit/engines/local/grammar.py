@@ -43,7 +43,7 @@ class Grammars:
         self._cache: dict[Constraint, Any] = {}
 
     def matcher(self, constraint: Constraint) -> Any:
-        """Return a new matcher for `allowed_tokens`. Its method `consume_token` advances it by a sampled token.
+        """Return a new matcher for `allowed_tokens`, whose method `consume_token` adds a sampled token.
 
         Raises:
             SettingsError: if a JSON schema has keywords or values that are not supported.

@@ -122,7 +122,7 @@ def _decode_attention_is_invariant(queries: Tensor, cached: Tensor, keys: int) -
 
 
 class _LayerStates:
-    """States of one layer with a convolution or linear attention, for the selected rows. Layers may modify them."""
+    """States of one layer with a convolution or linear attention, for the selected rows. Layers may modify states."""
 
     record_past = False
 
@@ -169,7 +169,7 @@ class KVCache:
         Args:
             rows: R for the first R slots, or the indices of the slots, (R,). Contiguous slots are used without copying.
             positions: Position of each token in its slot, (R, C).
-            round_up: As in the constructor, for this forward pass only.
+            round_up: Replaces the constructor's `round_up` for this forward pass only.
 
         Returns:
             The mask, (R, 1, C, S keys) bool. S covers all positions.
@@ -203,7 +203,7 @@ class KVCache:
         *_: object,
         **__: object,
     ) -> tuple[Tensor, Tensor]:
-        """Write new keys and values of a layer, and return those of all visible tokens. Called by attention layers.
+        """Write a layer's new keys and values, and return those of all visible tokens; called by attention layers.
 
         Shapes:  key_states, value_states (R rows, heads, C tokens, head size) -> (R, heads, S tokens, head size). With
                  multi-head latent attention, the head size of values differs from that of keys.
@@ -267,7 +267,7 @@ class KVCache:
         conv_kernel_size: int,
         **_: object,
     ) -> Tensor:
-        """Append the inputs of a convolution to the last ones, and return them all. Called by layers.
+        """Append the inputs of a convolution to the last ones, and return all of them; called by layers.
 
         Shapes:  conv_states (R rows, d, C tokens) -> (R, d, conv_kernel_size + C).
         """
@@ -284,7 +284,7 @@ class KVCache:
         state_idx: int = 0,
         **_: object,
     ) -> Tensor:
-        """Replace the state of linear attention in each of R rows, (R, ...), and return it. Called by layers."""
+        """Replace the state of linear attention in each of R rows, (R, ...), and return it; called by layers."""
         self.layers[layer_idx].recurrent_states[state_idx] = recurrent_states
         return recurrent_states
 

@@ -37,7 +37,7 @@ class Request:
     limit: int
     # If positive, return this many of the most probable next tokens instead of sampling.
     top: int = 0
-    # Matcher of the constraint, see grammar.py; None if all tokens are allowed.
+    # Matcher of the constraint (see grammar.py), or None if all tokens are allowed.
     matcher: Any = None
     # Spans of the ids that are placeholders of images.
     images: Sequence[ImageSpan] = ()
@@ -128,7 +128,7 @@ class SlotTable:
         self.active += 1
 
     def retire(self, row: int) -> None:
-        """Make a running row idle. Its slot keeps the history for the session's next turn."""
+        """Make a running row idle. The slot keeps the history for the session's next turn."""
         self.active -= 1
         self._swap(row, self.active)
         slot = self._slots[self.active]

@@ -38,7 +38,7 @@ _MAX_TOP, _MAX_IMAGES = 256, 16
 class VLLMEngine(Engine):
     """Sample with vLLM, for models of any size.
 
-    vLLM starts on first use or with `await engine.start()`. It stops with `await engine.close()`, when the engine is
+    vLLM starts on first use or with `await engine.start()`. vLLM stops with `await engine.close()`, when the engine is
     garbage-collected, and when this process ends or is killed. Methods may be called from any event loop.
 
     Logprobs are those after temperature and before truncation, entropies are exact, and the probability mass kept by
@@ -54,8 +54,8 @@ class VLLMEngine(Engine):
             none.
         engine_args: Arguments of vLLM's AsyncEngineArgs. By default, this engine uses the dtype of the checkpoint (vLLM
             would convert float32 to 16 bits), prefix caching and at most 256 concurrent sequences, and disables usage
-            statistics. On a CPU, it also disables compilation, sets the block size to 32 tokens, and allocates a KV
-            cache for 256 sequences of up to 4,096 tokens, but of at most 4 GiB.
+            statistics. On a CPU, this engine also disables compilation, sets the block size to 32 tokens, and allocates
+            a KV cache for 256 sequences of up to 4,096 tokens, but of at most 4 GiB.
     """
 
     tokens = "exact"
@@ -136,7 +136,7 @@ class VLLMEngine(Engine):
             tokenizer = AutoTokenizer.from_pretrained(self.model, trust_remote_code=False)
             try:
                 generation_config = GenerationConfig.from_pretrained(self.model)
-            except OSError:  # the model has none
+            except OSError:  # the model has no generation config
                 generation_config = None
             saved = read_json(Path(self.model) / "policy.json")
             make = functools.partial(Chat.from_saved, saved, tokenizer, generation_config)
@@ -407,10 +407,10 @@ class VLLMEngine(Engine):
     # --- scoring of given tokens, for distillation ---
 
     async def score(self, ids: Sequence[int]) -> tuple[float, ...]:
-        """Return the logprob of each id after the first, given the ids before it, at temperature 1 in nats.
+        """Return the logprob in nats, at temperature 1, of each id after the first, given the ids before it.
 
         Raises:
-            EngineError: If vLLM fails, or the ids exceed its context length.
+            EngineError: If vLLM fails, or the ids exceed the context length.
         """
         *before, last = (int(i) for i in ids)
         self._check(before, Sampling())
@@ -442,8 +442,8 @@ class VLLMEngine(Engine):
         succeeds.
 
         Raises:
-            EngineError: If vLLM fails, or the policy has a different architecture. In the latter case, the engine keeps
-                its weights.
+            EngineError: If vLLM fails, or the policy has a different architecture. If the architecture differs, the
+                engine keeps its weights.
         """
         check_architecture(f"this engine, which serves {self.name},", architecture(self._config), policy)
         host = await self._ready()

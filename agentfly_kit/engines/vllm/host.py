@@ -29,7 +29,7 @@ from agentfly_kit.policy.policy import Policy
 
 # Number of columns that the sampler of `worker` inserts between the logprob of the sampled token and the top logprobs.
 EXTRA_COLUMNS = 2
-# Seconds after which vLLM's processes are killed at shutdown. The CPU worker would not exit by itself.
+# Seconds after which vLLM's processes are killed at shutdown, because its CPU worker would not exit by itself.
 _SHUTDOWN_SECONDS = 1.0
 # Seconds between checks that vLLM's core is alive while a call waits for its result.
 _HEALTH_CHECK_SECONDS = 0.5
@@ -57,7 +57,7 @@ class Host:
 
     def __init__(self, settings: dict[str, Any], version: int) -> None:
         self.version = version
-        # Error of a failed update that left the weights undefined; "" if they are valid.
+        # Error of a failed update that left the weights undefined; "" if the weights are valid.
         self.update_failure = ""
         self._failed_updates = 0
         self.folder = Path(tempfile.mkdtemp(prefix="agentfly-vllm-"))
@@ -73,7 +73,7 @@ class Host:
         self._started: concurrent.futures.Future[None] = concurrent.futures.Future()
         self._started.add_done_callback(lambda up: up.cancelled() or up.exception())
         self._waiting = 0
-        # Held while a request is submitted, so that none is submitted after `_shut_down` has begun.
+        # `_submitting` is held while a request is submitted, so that none is submitted after `_shut_down` has begun.
         self._submitting, self._ended = threading.Lock(), False
         self._stopping = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="agentfly-vllm", daemon=True)
@@ -136,7 +136,7 @@ class Host:
         return await self.call(lambda: self._generate(name, prompt, options))
 
     async def image_obstacle(self, reader: Any) -> str:
-        """Let vLLM use the image processor of a chat. Return the reason if it cannot, otherwise ""."""
+        """Let vLLM use the image processor of a chat. Return the reason if vLLM cannot, otherwise ""."""
         if self._image_obstacle is None:
             self._image_obstacle = await self.call(lambda: self._use_processor(reader))
         return self._image_obstacle
@@ -361,7 +361,7 @@ def _environment(folder: Path, log: Path) -> Iterator[None]:
     )
     script.write_text("\n".join(lines), encoding="utf-8")
     script.chmod(0o700)
-    # Messages that vLLM logs in this process would appear in the notebook cell. Send them to the log file instead.
+    # Send messages that vLLM logs in this process to the log file, because they would appear in the notebook cell.
     words = folder / "logging.json"
     handler = {"class": "logging.FileHandler", "filename": str(log), "formatter": "line"}
     words.write_text(

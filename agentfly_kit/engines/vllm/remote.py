@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 async def update_servers(policy: Policy, engines: Sequence[OpenAIEngine]) -> list[EngineError | None]:
     """Load the weights of `policy` into the servers of these engines.
 
-    A server that fails does not affect the others. While a server loads weights, its requests wait; they continue with
-    the new weights.
+    A server that fails does not affect the others. While a server loads weights, its requests wait, and then they
+    continue with the new weights.
 
     Returns:
         For each engine, None if its server was updated, else the error that left the server with old or undefined

@@ -153,7 +153,7 @@ class WeightFile:
     """
 
     def __init__(self, policy: Policy) -> None:
-        """Gather the weights. `policy.lock` is held until they are in the file.
+        """Gather the weights, holding `policy.lock` until they are in the file.
 
         Raises:
             EngineError: If neither /dev/shm nor the folder for temporary files has enough space.

@@ -143,7 +143,7 @@ class ALFWorld:
 
 
 def game_of(task: Task) -> Game:
-    """Generate the game from a task's fields `game` and `size`. Raises SettingsError or TaskError for invalid fields."""
+    """Generate the game from a task's `game` and `size`. Raises SettingsError or TaskError if a field is invalid."""
     if "game" not in task.fields:
         raise SettingsError("field 'game' is missing; create tasks with af.envs.alfworld.tasks() or tasks_in(folder)")
     return games.game(int_field(task, "game"), task.fields.get("size", "full"))
