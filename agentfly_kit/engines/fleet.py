@@ -154,7 +154,7 @@ class Fleet(Engine):
 
     @property
     def policy(self) -> Any:
-        """Policy of the first engine that has one, such as a LocalEngine. Raises AttributeError if no engine has one."""
+        """Policy of the first engine that has one, such as a LocalEngine. Raises AttributeError if none has one."""
         for member in self.members:
             if hasattr(member.engine, "policy"):
                 return member.engine.policy
