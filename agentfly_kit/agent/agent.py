@@ -89,7 +89,7 @@ class Agent(AgentSettings):
             tasks: the tasks, or a single task.
             group_size: number of chains per task.
             branch: settings for sampling each group as a tree in which chains fork after observations; see `af.Branch`.
-                With None, all chains of a group are independent.
+                By default, all chains of a group are independent.
             max_concurrency: maximum number of chains that run concurrently.
             budget: limits shared by all chains, or None.
             group_budget: limits shared by the chains of each group, or None.
@@ -99,8 +99,8 @@ class Agent(AgentSettings):
             progress: show a progress bar that remains after the rollout.
             share: pair (i, n) if n processes share the rollout and this is process i, which runs every n-th task,
                 starting with task i. Ids and seeds of the chains depend neither on `share` nor on `workers`.
-            workers: worker processes that run the groups, created by `af.ray.workers`. With None, this process runs
-                them. `max_concurrency` and the limits of the agent apply to each worker.
+            workers: worker processes that run the groups, created by `af.ray.workers`. By default, this process runs
+                the groups. `max_concurrency` and the limits of the agent apply to each worker.
         """
         given, splits = task_list(tasks), getattr(tasks, "split_names", {})
         request = RolloutRequest(

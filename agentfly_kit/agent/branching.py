@@ -26,19 +26,19 @@ class Branch(Displayable):
 
     A group begins with `initial` chains. When all unfinished chains have sampled an action that follows an observation,
     each chain forks with probability P = clip(base + weight (H - H_0), 0, 1), until the group has `group_size`
-    chains. H is the uncertainty of that action, and H_0 that of the first action of the chain. A fork starts at the
+    chains. H is the uncertainty of the latest action, and H_0 that of the chain's first action. A fork starts at the
     observation and samples its own action. If the group is still smaller when all chains have ended, new chains start.
 
     Args:
-        initial: Number of initial chains, from 1 to the group size (N in the paper). With None, half the group size.
+        initial: Number of initial chains, from 1 to the group size (N in the paper). By default, half the group size.
         base: Fork probability if the uncertainty has not changed (alpha in the paper).
         weight: Weight of the change in uncertainty, H - H_0, in P (beta in the paper).
-        threshold: Fork if P > `threshold` (tau in the paper). With None, fork with probability P, as ARPO's code does.
+        threshold: Fork if P > `threshold` (tau in the paper). By default, fork with probability P, as ARPO's code does.
         width: Number of forks created when a chain forks.
         tokens: Number of tokens at the beginning of an action from which its uncertainty is computed.
-        measure: "entropy" is the mean exact entropy of these tokens, divided by the logarithm of the vocabulary size.
-            "surprisal" uses -logprob in place of the entropy, for engines that report no entropies. A function receives
-            the `Turn` of the action and returns a number, preferably between 0 and 1.
+        measure: "entropy" is the mean exact entropy of the first `tokens` tokens of an action, divided by the logarithm
+            of the vocabulary size. "surprisal" uses -logprob in place of the entropy, for engines that report no
+            entropies. A function receives the `Turn` of the action and returns a number, preferably between 0 and 1.
 
     Raises:
         SettingsError: If a value is invalid.
@@ -157,7 +157,8 @@ class BranchGroup:
         self._leaves = self._running = 0
         self._num_begun = 0
         self._waiting: dict[ChainKey, _Waiting] = {}
-        # Turns after which forks have been decided, keyed by id(turn). Holding the turns prevents reuse of their ids.
+        # Turns after which forks have been decided, keyed by id(turn). Python cannot reuse the ids while the turns
+        # exist.
         self._decided: dict[int, Turn] = {}
 
     def begin(self, count: int) -> None:
@@ -204,7 +205,7 @@ class BranchGroup:
                 self._leaves -= future.result() - made
 
     def _decide(self) -> None:
-        """If all running chains are waiting, grant forks. If none is running, begin new chains or end the group."""
+        """If all running chains are waiting, grant forks. If no chain is running, begin new chains or end the group."""
         if len(self._waiting) < self._running:
             return
         waiting, self._waiting = self._waiting, {}

@@ -26,8 +26,8 @@ class Budget(Displayable):
 
     Args:
         tokens: Maximum number of sampled tokens. While an action runs, it reserves the maximum number of tokens that it
-            may sample. If too few tokens remain for another action, this action waits until running actions release
-            some. If no action is running, the new action receives the remaining tokens.
+            may sample. An action for which too few tokens remain waits until running actions release some. If no action
+            is running, the new action receives the remaining tokens.
         turns: Maximum number of actions.
         tool_calls: Maximum number of calls that reach a tool. Malformed calls and calls of unknown tools do not count.
         seconds: Time limit in seconds from the start of the rollout or, for `group_budget`, of the first chain of the
@@ -54,7 +54,7 @@ class BudgetUsage:
         self.budget = budget
         self.name = name
         self.tokens = self.turns = self.tool_calls = 0
-        # Deadline in terms of `loop.time()`, set by `start`.
+        # Deadline as a value of `loop.time()`, set by `start`.
         self.deadline: float | None = None
         # `running` is the number of running actions, and `reserved` the number of tokens that they reserve.
         self.reserved = 0

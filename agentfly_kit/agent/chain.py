@@ -1,6 +1,6 @@
 """`BaseChain` runs a chain to its end and scores it; `LoopChain` is the built-in agent loop.
 
-`turns.action_turn` decides which tokens are trained on (mask 1) when they are sampled.
+When tokens are sampled, `turns.action_turn` decides whether they are trained on (mask 1).
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class BaseChain(ChainState):
     async def run(self) -> Trajectory:
         """Run the chain to its end, with the hooks and time limits of the agent, and score it.
 
-        Exceptions raised by the engine, the host or a hook are not propagated. They end the chain, which is left
-        unscored, and are recorded in `error`.
+        Exceptions raised by the engine, the host or a hook are not propagated. Such an exception ends the chain, which
+        is left unscored, and is recorded in `error`.
         """
         state, detail, trajectory = "cancelled", "", None
         self.hooks.report(self.id, "chain", "start", "waiting", self.actions)
@@ -182,7 +182,7 @@ class BaseChain(ChainState):
             finally:
                 await self.close()
             trajectory = self._make_trajectory(self.stop or "", score)
-            if self.agent.group_reward is None:  # otherwise, the runner does this after it has added the group reward
+            if self.agent.group_reward is None:  # otherwise, the runner completes the score later
                 trajectory = complete_score(self.agent, trajectory)
             self.trajectory, self.error = trajectory, trajectory.error
             return self.trajectory
@@ -230,7 +230,7 @@ class LoopChain(BaseChain):
     async def prepare(self) -> Turn:
         """Call the agent's `before_chain` hook, which may extend the prompt, and return the last turn.
 
-        The first `sample` does this automatically. Call `prepare` to inspect the prompt first, or before `force`.
+        The first `sample` calls the hook automatically. Call `prepare` before `force`, or to inspect the prompt.
         """
         with self._exclusive("prepare"):
             return await self._prepare()
@@ -330,7 +330,7 @@ class LoopChain(BaseChain):
             if self.agent.user is None:
                 raise SettingsError("the agent has no user; use agent.replace(user=...)")
             if not self.user_due:
-                raise SettingsError("the user has nothing to reply to: it replies to an action without a tool call")
+                raise SettingsError("the user can reply only to an action without a tool call")
             await self.hooks.gate()
             reply = await call_hook(self.agent.user, self)
             if reply is None:

@@ -98,7 +98,7 @@ class Chain(LoopChain):
     # --- writing turns ---
 
     def force(self, content: str | Sequence[int], *, end: bool = True, author: str = "person") -> Turn:
-        """Append the given action, or the beginning of one, instead of sampling it. Its tokens have mask 0.
+        """Append the given action, or the beginning of one, instead of sampling it. The given tokens have mask 0.
 
         Args:
             content: text or token ids.
@@ -170,7 +170,7 @@ class Chain(LoopChain):
 
         Args:
             content: a string, which is appended to the last message of the first prompt, or messages, which replace
-                the whole prompt, including the system message. The tool schemas are kept in both cases.
+                the whole prompt, including the system message. The tool schemas are always kept.
             author: author of the new prompt.
 
         Raises:
@@ -294,9 +294,9 @@ class Chain(LoopChain):
             to_end: whether to run each sample to the end of the chain, with the agent's hooks, and score it.
 
         Returns:
-            A rollout with one group of `n` trajectories. Without `to_end`, they end with the sampled action and are
-            unscored, with the stop reason "cancelled" if the chain could continue. Pass one of them to `append_sample`
-            to add its action to this chain.
+            A rollout with one group of `n` trajectories. Without `to_end`, each trajectory ends with the sampled action
+            and is unscored, with the stop reason "cancelled" if the chain could continue. Pass a trajectory to
+            `append_sample` to add its action to this chain.
 
         Raises:
             SettingsError: if the next turn cannot be an action.

@@ -46,7 +46,7 @@ class ChainState(Displayable):
         has_sampled: whether a sample has been requested from the engine.
         closed: whether the chain has been finished or abandoned, which releases its sandboxes.
         trajectory: the result of `finish`, or None.
-        seed_key: key from which the seeds are derived. It differs from `key` if the chain repeats another chain.
+        seed_key: key from which the seeds are derived, which differs from `key` if the chain repeats another chain.
     """
 
     def __init__(
@@ -174,7 +174,7 @@ class ChainState(Displayable):
         return turn
 
     def _append_action(self, turn: Turn, stop: str | None) -> Turn:
-        """Append a sampled action. If it calls no tool and the chain continues, also append a nudge."""
+        """Append a sampled action. If the action calls no tool and the chain continues, also append a nudge."""
         self._append(turn, stop)
         if stop is None and not turn.tool_calls and (text := nudge_after(self.agent, turn)) is not None:
             message: Message = {"role": "user", "content": text}

@@ -16,7 +16,7 @@ def make_constraint(agent: AgentSettings, tools: Sequence[dict[str, Any]], optio
 
     Raises:
         RequestError: if no tool can be called.
-        NotImplementedError: if the engine or the format of tool calls cannot be constrained. The message is the reason.
+        NotImplementedError: if the engine or the format of tool calls cannot be constrained. The message states why.
     """
     functions = [tool["function"] for tool in tools]
     body: dict[str, Any] = {}

@@ -82,7 +82,7 @@ def plain_messages(messages: Any, call_ids: Mapping[str, tuple[str, str]]) -> tu
 
 def _with_id(call: Any, call_ids: Mapping[str, tuple[str, str]]) -> Any:
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
-        return call  # malformed; normalize_messages raises an error
+        return call  # the call is malformed, so normalize_messages raises an error
     sent = str(call.get("id") or "")
     function = {"name": call["function"].get("name"), "arguments": call["function"].get("arguments") or "{}"}
     return {"id": call_ids.get(sent, (sent, ""))[0], "type": "function", "function": function}

@@ -139,7 +139,7 @@ class HarnessChain(BaseChain):
             elif running.cancelled() and not inspect.iscoroutinefunction(self.agent.harness.function):
                 self._warn_once(
                     "thread",
-                    "the harness runs in a thread, which cannot be stopped: it goes on after its chain has ended "
+                    "the harness runs in a thread, which cannot be stopped, so it continues after its chain has ended "
                     f"({self.stop or 'cancelled'}), until its function returns",
                 )
 
@@ -193,9 +193,9 @@ class HarnessChain(BaseChain):
     ) -> Reply:
         """Sample the next action of a conversation. Concurrent requests for a chain are served one at a time.
 
-        If the messages continue a row, its token ids are kept and only the new messages are encoded. If they continue
-        an earlier action of a row, a new row starts with the ids up to that action. Otherwise, a new row starts with
-        the rendered messages. Each action is trained on only in the row in which it was sampled.
+        If the messages continue a row, its token ids are kept and only the new messages are encoded. If the messages
+        continue an earlier action of a row, a new row starts with the ids up to that action. Otherwise, a new row
+        starts with the rendered messages. Each action is trained on only in the row in which it was sampled.
 
         Args:
             messages: the whole conversation, as in the OpenAI API.
@@ -253,7 +253,7 @@ class HarnessChain(BaseChain):
             return turn, self._to_reply(turn, sampling.stop)
 
     async def count_tokens(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> int:
-        """Return the number of prompt tokens with which `reply` would sample; 0 with a text-only engine."""
+        """Return the number of tokens in the prompt that `reply` would use; 0 with a text-only engine."""
         self._check_running()
         with validating():
             plain, schemas = await read_messages(self.agent, self.task, messages, self._call_ids), plain_tools(tools)
@@ -292,7 +292,7 @@ class HarnessChain(BaseChain):
         return turn
 
     async def _constrained(self, tools: tuple[dict[str, Any], ...], options: ReplyOptions) -> Constraint | None:
-        """Return the constraint that a request demands. Warn if it cannot be enforced."""
+        """Return the constraint that a request demands. Warn if the constraint cannot be enforced."""
         if options.must_call is None and options.schema is None:
             return None
         from agentfly_kit.agent.constraint import make_constraint

@@ -60,9 +60,10 @@ def summarize(
 ) -> Callable[[Any], Awaitable[None]]:
     """Create an `on_context_full` hook with which the policy summarizes the context and continues from the summary.
 
-    The summary is an action in a new row. It is trained on like other actions and counts towards `max_turns`. The row
-    of the summary begins with the first prompt of the chain, the end of the conversation as text, and the instruction.
-    The next row begins with the first prompt and the text of the summary; tool calls in the summary do not run.
+    The summary is an action in a new row. The summary is trained on like other actions and counts towards `max_turns`.
+    The row of the summary begins with the first prompt of the chain, the end of the conversation as text, and the
+    instruction. The next row begins with the first prompt and the text of the summary; tool calls in the summary do not
+    run.
 
     Args:
         instruction: Instruction to write the summary.
@@ -70,7 +71,7 @@ def summarize(
         rows: Maximum number of rows per chain. A chain that would need more rows ends with "context_full".
 
     Raises:
-        SettingsError: If a number is below 1.
+        SettingsError: If `tokens` or `rows` is below 1.
     """
     check_count("tokens", tokens)
     check_count("rows", rows)
@@ -114,8 +115,8 @@ def simulated_user(
         engine: Engine of the model that plays the user.
         instructions: Text about what the user knows and wants, or a function that returns such a text for a task.
         chat: `af.Chat` of the engine's model; by default that of the engine's policy.
-        end: Text with which the model ends the conversation. A reply that contains it or is empty is not sent to the
-            agent.
+        end: Text with which the model ends the conversation. A reply that is empty or contains this text is not sent to
+            the agent.
         sampling: Sampling settings of each reply; by default temperature 1 and at most 256 tokens.
 
     Raises:

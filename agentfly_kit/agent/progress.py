@@ -25,7 +25,7 @@ class ChainKey:
         rollout: Index of the rollout.
         group: Id of the group.
         chain: Index of the chain in the group.
-        fork: Numbers of the successive forks that led to the chain, such as ".1.2"; "" if it is not a fork.
+        fork: Numbers of the successive forks that led to the chain, such as ".1.2"; "" if the chain is not a fork.
     """
 
     purpose: str = "chain"
@@ -119,8 +119,8 @@ class ChainProgress(NamedTuple):
         trajectory: Id of the trajectory.
         task: Id of the task.
         state: queued, waiting, sampling, sandbox (waiting for a sandbox), tool, scoring, done, failed or cancelled.
-        turn: Number of actions at the beginning of this state.
-        since: Seconds from the start of the rollout to the beginning of this state.
+        turn: Number of actions when the chain entered the state.
+        since: Seconds from the start of the rollout until the chain entered the state.
         detail: Names of the running tools, or the stop reason of a chain that has ended or did not start.
         reward: Reward of the chain; None if it is unfinished or unscored.
         success: Whether the chain succeeded; None if it is unfinished or unscored.

@@ -104,8 +104,8 @@ class RolloutRequest:
             self.branch.groups_at_once(agent, self.group_size, self.max_concurrency)  # checks the agent
         agent.check_tasks(self.tasks)
         if agent.exact and not is_long(agent.opening(self.tasks[0])):
-            # Render the first prompt here, so that an error is raised if the template rejects every task. If it rejects
-            # only a later task, the error is recorded in the trajectories of that task.
+            # Render the first prompt here, so that an error is raised if the template rejects every task. If the
+            # template rejects only a later task, the error is recorded in the trajectories of that task.
             agent.chat.prompt(agent.opening(self.tasks[0]), agent.tools.schemas)
 
 

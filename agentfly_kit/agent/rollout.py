@@ -52,7 +52,7 @@ class Rollout(Displayable):
         seconds: Wall-clock time of the rollout.
         not_run: Stop reason, such as "run_tokens", of each chain that a shared budget did not let start, keyed by id.
         forks_refused: Number of requested forks that were not made, for example because no sandbox was free.
-        splits: Dict from task id to name of the split, if the tasks of `Agent.rollout` have splits. It is not saved.
+        splits: Dict from task id to name of the split, if the tasks of `Agent.rollout` have splits; not saved.
     """
 
     groups: tuple[Group, ...] = ()
@@ -377,7 +377,7 @@ class RolloutDiff(Displayable):
 
     @cached_property
     def scored(self) -> tuple[Pair, ...]:
-        """Pairs in which both chains are scored. All counts and rates are computed from these pairs."""
+        """Pairs in which both chains are scored; all counts and rates are computed from such pairs."""
         return tuple(p for p in self.pairs if p[0].success is not None and p[1].success is not None)
 
     @property
@@ -399,8 +399,8 @@ class RolloutDiff(Displayable):
     def p_value(self) -> float:
         """Two-sided p-value for the null hypothesis that both rollouts have the same success rate.
 
-        The test is exact. With one chain per task, it is McNemar's test. Otherwise, it is a sign-flip test on the
-        differences per task, because chains of one task are not independent.
+        With one chain per task, the test is McNemar's exact test. Otherwise, an exact sign-flip test on the differences
+        per task is used, because chains of one task are not independent.
         """
         by_task: Counter[str] = Counter()
         for a, b in self.scored:

@@ -30,14 +30,14 @@ _FORMAT = "agentfly_kit.rollout"
 # cannot represent, version 2 if a trajectory has several rows, and otherwise version 1.
 _VERSION = 4
 _IMAGES = "rollout_images"
-# Key of the type name in a JSON object for a value that JSON cannot represent. The other key is "value".
+# Key of the type name in a JSON object for a value that JSON cannot represent; the object's other key is "value".
 _TYPE = "$type"
 # Functions that convert a value to JSON and back, keyed by the name of its type.
 _CODECS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "tuple": (list, tuple),
     "set": (lambda values: sorted(values, key=repr), set),
     "frozenset": (lambda values: sorted(values, key=repr), frozenset),
-    "dict": (lambda values: list(map(list, values.items())), dict),  # with keys that are not strings
+    "dict": (lambda values: list(map(list, values.items())), dict),  # dicts with keys that are not strings
     "float": (str, float),  # NaN and infinities
     "bytes": (bytes.hex, bytes.fromhex),
     "date": (str, datetime.date.fromisoformat),
@@ -79,7 +79,7 @@ def _json_fallback(images: dict[str, Any], value: Any) -> Any:
 
 
 def _encode(value: Any) -> Any:
-    """Convert parts that JSON cannot represent to JSON objects, from which `_decode` restores them."""
+    """Convert the parts of a value that JSON cannot represent to JSON objects that `_decode` can restore."""
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and _TYPE not in value:
             return {key: _encode(part) for key, part in value.items()}
@@ -110,7 +110,7 @@ def _decode(value: Any, folder: Path) -> Any:
 
 
 def dump_json(value: Any, where: str, images: dict[str, Any] | None = None) -> str:
-    """Return a value as JSON. Images in it are added to `images`, keyed by digest."""
+    """Return a value as JSON. Images in the value are added to `images`, keyed by digest."""
     fallback = functools.partial(_json_fallback, {} if images is None else images)
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), default=fallback, allow_nan=False)
@@ -148,7 +148,7 @@ def _record_to_json(record: Any) -> dict[str, Any]:
     if kind is Turn:
         out = {"place" if name == "label" else name: value for name, value in out.items()}
         if record.ids is not None and record.token_texts is None:
-            # Otherwise, `read` would use the texts of the same ids in other turns.
+            # Without this key, `read` would use the texts of the same ids in other turns.
             out["pieces"] = None
     return out
 

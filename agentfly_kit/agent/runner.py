@@ -37,7 +37,7 @@ _FORK_RETRY_SECONDS = 0.05  # interval between attempts to fork a chain while no
 
 
 class RolloutHandle(Handle[Rollout], Displayable):
-    """Handle for a rollout. Await it to get the `Rollout`, or use `async for` to get trajectories as they finish.
+    """Handle for a rollout: await it to get the `Rollout`, or use `async for` to get trajectories as they finish.
 
     The rollout starts when its handle is awaited or iterated. Up to `max_concurrency` chains run concurrently. The
     `Rollout` keeps the order of the tasks. See `Agent.rollout` for the arguments.
@@ -105,7 +105,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         return dataclasses.replace(rollout, splits=self._request.splits)
 
     def snapshot(self) -> RolloutSnapshot:
-        """Return the current state of every chain. Cheap enough to be called several times per second."""
+        """Return the current state of every chain. A snapshot is cheap enough to be taken several times per second."""
         waiting = {
             owner for pool in self.agent.pools if hasattr(pool, "snapshot") for owner in pool.snapshot().waiters
         }
@@ -163,7 +163,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         except asyncio.CancelledError as error:
             if self._stopping and task.done() and not cancelling():
                 return self.partial
-            # The awaiting task was cancelled, for example by an interrupt. Do not leave the rollout running.
+            # The awaiting task was cancelled, for example by an interrupt, so stop the rollout.
             task.cancel()
             await wait_all([task])
             self._explain(error)
@@ -231,7 +231,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
             if self.agent.exact and self.agent.harness is None and self._remote is None:
                 await warn_about_long_prompt(self.agent, self._request.tasks)
             await self._run_chains()
-        if self.agent.group_reward is not None and self._remote is None:  # remote workers have already added it
+        if self.agent.group_reward is not None and self._remote is None:  # remote workers have added the group reward
             async with asyncio.TaskGroup() as comparing:
                 for group in self.partial.groups:
                     comparing.create_task(self._add_group_reward(group))

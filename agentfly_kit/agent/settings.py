@@ -61,12 +61,12 @@ class AgentSettings(Displayable):
         engine: Engine that samples the actions.
         chat: `Chat` that converts between messages and token ids of the model.
         tools: Tools or plain functions; stored as a `ToolSet`.
-        reward: A reward, a list of rewards, whose weighted sum is used, or None to leave chains unscored. Stored as a
+        reward: A reward, a list of rewards, whose weighted sum is used, or None to leave chains unscored; stored as a
             `RewardSet`.
         success: Rule that decides whether a scored chain succeeds. A number is the minimum reward. A string is the name
             of a metric (a reward, or a number that a reward returns) that must be at least 1; a chain without this
             metric becomes unscored. A function receives the scored `Trajectory` and returns a bool. The result is
-            recorded as the metric "success". With None, a chain succeeds if a reward returned a nonzero metric
+            recorded as the metric "success". By default, a chain succeeds if a reward returned a nonzero metric
             "success" or, if there is no such metric, if the reward is at least 1.
         system: System message placed before the messages of each task, or None.
         max_turns: Maximum number of actions per chain.
@@ -76,13 +76,14 @@ class AgentSettings(Displayable):
             unknown tools are not counted. Calls over the limit are not run.
         max_invalid_calls: A chain ends after this many consecutive actions with only malformed or unknown calls.
         nudge: User message that is appended after a sampled action without a tool call, such as "Call a tool.", so that
-            the chain continues. With None, the chain ends with "answered".
-        max_nudges: Maximum number of nudges per chain. After that, an action without a tool call is the answer.
-        user: Function that replies to the agent's texts in place of a person. It is called with the chain after each
-            action without a tool call and returns the reply, which becomes a user message, or None to end the chain
-            with "answered". An action at the limit `max_turns` gets no reply. See `af.hooks.simulated_user`.
-        show_exceptions: Whether the model sees the message of every exception that a tool raises. By default, it sees
-            only the message of a `ToolError`, because other exceptions may contain the answer.
+            the chain continues. By default, the chain ends with "answered".
+        max_nudges: Maximum number of nudges per chain. After the last nudge, an action without a tool call is the
+            answer.
+        user: Function that replies to the agent's texts in place of a person. The function is called with the chain
+            after each action without a tool call and returns the reply, which becomes a user message, or None to end
+            the chain with "answered". An action at the limit `max_turns` gets no reply. See `af.hooks.simulated_user`.
+        show_exceptions: Whether the model sees the message of every exception that a tool raises. By default, the model
+            sees only the message of a `ToolError`, because other exceptions may contain the answer.
         timeout: Time limit per chain in seconds, including waiting times, or None for no limit.
         sampling: Sampling settings of each action.
         pools: A pool or a list of pools, from which tools and rewards get their sandboxes.
@@ -105,9 +106,9 @@ class AgentSettings(Displayable):
         watch: Called with the `RolloutHandle` of each rollout of the agent when it starts, including those of
             evaluations and training runs, for example to subscribe to its events; see `af.traces`.
         harness: Function that runs an agent of any framework on one task and replaces the built-in loop. The function
-            sends requests to `endpoint`, an `af.Endpoint`. It returns the final answer, or None to use the last action
-            as the answer. Parameters are injected: `endpoint`, `task`, `context` and task fields by name, sandboxes by
-            annotation. A sync function runs in a thread. `max_turns` limits the number of requests.
+            sends requests to `endpoint`, an `af.Endpoint`. The function returns the final answer, or None to use the
+            last action as the answer. Parameters are injected: `endpoint`, `task`, `context` and task fields by name,
+            sandboxes by annotation. A sync function runs in a thread. `max_turns` limits the number of requests.
     """
 
     engine: Engine
@@ -138,7 +139,8 @@ class AgentSettings(Displayable):
     group_reward: Callable[[Group], Any] | None = None
     watch: Callable[[Any], Any] | None = None
     harness: Any = None
-    # Semaphores for `max_concurrent_requests`, keyed by event loop. A copy made by dataclasses.replace shares them.
+    # Semaphores for `max_concurrent_requests`, keyed by event loop. A copy made by dataclasses.replace shares the
+    # semaphores.
     _semaphores: dict[Any, asyncio.Semaphore] = field(default_factory=dict, repr=False)
     # Contains the handle of the most recently started rollout, if there is one.
     _last_handle: list[Any] = field(default_factory=list, repr=False)
@@ -148,7 +150,7 @@ class AgentSettings(Displayable):
     def __post_init__(self) -> None:
         check_instance("engine", self.engine, Engine, "an engine such as af.LocalEngine(policy)")
         check_instance("chat", self.chat, Chat, "a Chat such as policy.chat or af.Chat(tokenizer)")
-        policy = getattr(self.engine, "policy", None)  # of a LocalEngine
+        policy = getattr(self.engine, "policy", None)  # engines such as LocalEngine have a policy
         if policy is not None and (not self.chat.tokenizer or policy.chat.vocabulary != self.chat.vocabulary):
             raise SettingsError("chat must have the tokenizer of the engine's policy, such as chat=policy.chat")
         check_settings(self, _LIMITS)

@@ -137,7 +137,7 @@ def action_turn(
     ids = tokens["ids"]
     kept_mass = sample.kept_mass
     if kept_mass is None and sampling.greedy and sample.logprobs is not None:
-        kept_mass = tuple(math.exp(lp) for lp in sample.logprobs)  # the probability of the only token kept
+        kept_mass = tuple(math.exp(lp) for lp in sample.logprobs)  # greedy sampling keeps only the sampled token
     if sample.calls is not None:
         message, calls = assistant_message(Parsed(sample.text or "", sample.calls, sample.thinking))
     else:
