@@ -17,7 +17,7 @@ class _Results(list[tuple[asyncio.Future[Any], Any]]):
 # the results, so that they and the waiting tasks can be garbage-collected if the loop is closed before the callback
 # runs.
 _pending: weakref.WeakValueDictionary[int, _Results] = weakref.WeakValueDictionary()
-# Reentrant, because a finalizer may deliver results.
+# The lock is reentrant, because a finalizer may deliver results.
 _lock = threading.RLock()
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 # A chain with three turns allocates about 250 objects.
 _THRESHOLDS = (50_000, 10, 100)
-# Reentrant, because a finalizer may call `collect`.
+# The lock is reentrant, because a finalizer may call `collect`.
 _collecting = threading.RLock()
 
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterator
 
 _WAKE_INTERVAL = 0.2
-# The main thread's event loop and its number of active `keep_interruptible` contexts; None if there are none.
+# The main thread's event loop and its number of active `keep_interruptible` contexts; None if no context is active.
 _waiting: tuple[asyncio.AbstractEventLoop, int] | None = None
 
 

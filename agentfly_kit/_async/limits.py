@@ -112,7 +112,8 @@ class Steps(Generator[Any, Any, Any]):
     Time during which the thread of the event loop waits for a CPU, because the machine is busy, does not count.
 
     Attributes:
-        blocked: Duration in seconds of all steps that blocked the event loop, which its clock does not count.
+        blocked: Total duration in seconds of the steps that blocked the event loop; the loop's clock excludes this
+            time.
         longest: Duration in seconds of the longest step.
     """
 

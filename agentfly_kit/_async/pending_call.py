@@ -35,7 +35,7 @@ class PendingCall(Coroutine[Any, Any, T], Generic[T]):
     def _running(self) -> Coroutine[Any, Any, T]:
         if self._coroutine is None:
             assert self._start is not None
-            # Create the coroutine only now. Otherwise, Python would issue its own warning if `await` is missing.
+            # Create the coroutine only now, because Python would otherwise issue its own warning if `await` is missing.
             start, self._start = self._start, None
             self._coroutine = start()
         return self._coroutine

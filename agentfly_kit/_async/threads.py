@@ -84,7 +84,7 @@ class _Call:
 
 
 class Worker:
-    """Thread that runs calls in order. It starts with the first call, and ends when the worker is garbage-collected."""
+    """Thread that runs calls in order, from the first call until the worker is garbage-collected."""
 
     def __init__(self) -> None:
         self._discarded = False
@@ -148,7 +148,7 @@ class _State:
     """Workers and their threads."""
 
     def __init__(self) -> None:
-        # Workers that run no call. They are reused, because starting a thread is slower than most calls.
+        # Workers that run no call, and are reused because starting a thread is slower than most calls.
         self.idle: list[Worker] = []
         self.threads: set[threading.Thread] = set()
         self.workers: weakref.WeakSet[Worker] = weakref.WeakSet()
@@ -172,7 +172,7 @@ if hasattr(os, "register_at_fork"):  # Windows cannot fork
 
 
 async def run_off_loop(work: Callable[[], T], timeout: float | None) -> tuple[T | None, BaseException | None]:
-    """Run `work()` on another thread (see `using`). Return (value, None), or (None, exception) if it raises.
+    """Run `work()` on another thread (see `using`). Return (value, None), or (None, exception) if `work` raises.
 
     Raises CallTimeout after `timeout` seconds (None for no limit). After a timeout or a cancellation of the caller, the
     thread continues to run.
@@ -190,7 +190,7 @@ async def run_off_loop(work: Callable[[], T], timeout: float | None) -> tuple[T 
 
 
 async def call(function: Callable[..., T], *args: Any, **options: Any) -> T:
-    """Run a function on another thread (see `using`). Return its result, or raise its exception."""
+    """Run a function on another thread (see `using`). Return the result, or raise the function's exception."""
     value, error = await run_off_loop(functools.partial(function, *args, **options), None)
     if error is not None:
         raise error

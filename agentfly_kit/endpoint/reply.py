@@ -33,7 +33,7 @@ class ReplyOptions:
 
     Attributes:
         prompt: Text or token ids that replace the messages. A prompt that begins with all ids of the row of an earlier
-            prompt continues this row. The reply is not parsed.
+            prompt continues this row. The reply to such a prompt is not parsed.
         author: Author recorded for the action; by default the agent's name.
         max_tokens: Maximum number of tokens; `Sampling.max_tokens` of the agent applies if it is smaller.
         stop: Additional stop strings.

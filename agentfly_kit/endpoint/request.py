@@ -85,7 +85,7 @@ def _ignored(body: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _unknown_choice(body: Mapping[str, Any]) -> Any:
-    """Return the tool choice of a request if it is neither enforced nor without effect, else None."""
+    """Return the tool choice of a request if this library does not know it, else None."""
     choice = body.get("tool_choice")
     known = ("auto", "none", "any", "required", "function", "tool")
     return choice if isinstance(choice, Mapping) and choice.get("type") not in known else None
@@ -108,7 +108,7 @@ def _must_call(body: Mapping[str, Any]) -> str | None:
 def _schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
     """Return the JSON schema that the reply must follow, or None for text."""
     form = body.get("response_format")
-    for name in ("text", "output_config"):  # in the Responses API and the Messages API
+    for name in ("text", "output_config"):  # fields of the Responses API and the Messages API
         if form is None and isinstance(body.get(name), Mapping):
             form = body[name].get("format")
     if not form or (kind := form.get("type")) in (None, "text"):

@@ -45,11 +45,11 @@ async def call(worker: threads.Worker, function: Callable[..., Any] | None, *arg
 
 
 async def call_within(seconds: float, name: str, work: Callable[..., Coroutine[Any, Any, Any]], *args: Any) -> Any:
-    """Await `work(*args)` and cancel it after `seconds`. If it ignores the cancellation, warn and stop waiting.
+    """Await `work(*args)` and cancel it after `seconds`. If the call ignores the cancellation, warn and stop waiting.
 
     Raises:
         SandboxError: if the call exceeds the time limit, raises SystemExit, or raises CancelledError without having
-            been cancelled. The last two would otherwise end the process or the calling task.
+            been cancelled. The latter two exceptions would end the process or the calling task.
     """
 
     async def run() -> Any:
@@ -116,7 +116,7 @@ def _close_in_thread(sandbox: Any) -> None:
 
 
 def end(slot: Any) -> None:
-    """Kill the sandbox of a slot. If it has no `kill` and an abandoned call is running, close it after that call."""
+    """Kill the sandbox of a slot. If an abandoned call is running, a sandbox without `kill` is closed afterwards."""
     if slot.worker.busy and not callable(getattr(slot.sandbox, "kill", None)):
         slot.worker.put(lambda: _close_in_thread(slot.sandbox))
     else:

@@ -50,7 +50,7 @@ class PoolCore(Generic[S]):
         self._state = state
         self._listeners: Listeners[PoolEvent] = Listeners(f"the pool of {self.name}")
         self._lock = threading.Lock()
-        # Slots whose lease was garbage-collected. Their sandboxes are killed as soon as `_lock` is free.
+        # Slots whose lease was garbage-collected, and whose sandboxes are killed as soon as `_lock` is free.
         self._dropped: deque[Slot] = deque()
         self._tasks: dict[Slot, asyncio.Task[None]] = {}  # starts, resets and closes in progress
         self._wakeup_loop: asyncio.AbstractEventLoop | None = None  # runs the timer for the next lease expiry

@@ -53,10 +53,10 @@ class Pool(Displayable, PoolCore[S]):
         max_lease: maximum duration of a lease in seconds, after which it is revoked: the sandbox is closed, the
             holder's next use of it raises LeaseRevoked, the holder's chain is not scored, and the next request gets a
             new sandbox.
-        healthy: sync or async function, called with a sandbox after each reset. If it returns a false value or raises,
-            the sandbox is replaced.
+        healthy: sync or async function, called with a sandbox after each reset. If `healthy` returns a false value or
+            raises, the sandbox is replaced.
         acquire_timeout: default time to wait for a lease, in seconds.
-        start_timeout: time limit in seconds for starting or resetting a sandbox. If it is exceeded, the method is
+        start_timeout: time limit in seconds for starting or resetting a sandbox. After this time, the method is
             cancelled and the sandbox is replaced. The time limit for `close` is always 5 seconds. A method that does
             not end when it is cancelled is abandoned with a warning.
         options: keyword arguments of `sandbox_type`. None is passed on like any other value; for example,
@@ -160,8 +160,8 @@ class Pool(Displayable, PoolCore[S]):
     def subscribe(self, callback: Callable[[PoolEvent], object]) -> Callable[[], None]:
         """Call `callback` with every future event, in order. Return a function that unsubscribes.
 
-        The callback runs synchronously in the thread that caused the event and must be fast. It may use the pool. If it
-        raises an exception, the pool warns once and continues.
+        The callback runs synchronously in the thread that caused the event and must be fast. The callback may use the
+        pool. If the callback raises an exception, the pool warns once and continues.
         """
         return self._listeners.subscribe(callback)
 
@@ -192,8 +192,8 @@ class Pool(Displayable, PoolCore[S]):
                 started, reset or replaced.
 
         Raises:
-            PoolTimeout: if no sandbox becomes free in time; the message names the holders. With queue=False, also if
-                all sandboxes are leased or requested.
+            PoolTimeout: if no sandbox becomes free in time; the message names the holders. With queue=False, also
+                raised if all sandboxes are leased or requested.
             PoolClosed: if the pool is closed.
             SandboxError, IsolationError: if no sandbox can be started.
         """
@@ -239,7 +239,7 @@ class Pool(Displayable, PoolCore[S]):
 
         Args:
             lease: a lease of this pool.
-            reusable: whether the sandbox may be reset for another lease. With False, it is closed.
+            reusable: whether the sandbox may be reset for another lease. With False, the sandbox is closed.
 
         Raises:
             SettingsError: if the lease belongs to another pool.

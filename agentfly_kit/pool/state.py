@@ -3,8 +3,8 @@
 Each event is a method of `PoolState`. `PoolState.apply(event, ...)` returns the effects of the event. The pool carries
 out the effects and reports their outcomes as further events.
 
-A slot represents one sandbox. Its states are `starting -> idle <-> leased -> resetting -> idle`, and any state can be
-followed by `closing -> removed`. Slots that are closing count towards `size`, so `size` is never exceeded.
+A slot represents one sandbox. The states of a slot are `starting -> idle <-> leased -> resetting -> idle`, and any
+state can be followed by `closing -> removed`. Slots that are closing count towards `size`, so `size` is never exceeded.
 """
 
 from __future__ import annotations
