@@ -118,7 +118,7 @@ class Watch:
 
 
 class Call(Watch):
-    """A running call. It sends the request and collects output until the interpreter replies, exits or is killed."""
+    """A running call, which sends a request and collects output until the interpreter replies, exits or is killed."""
 
     def __init__(self, sandbox: Sandbox, request: bytes, timeout: float) -> None:
         super().__init__(sandbox._watches)
@@ -347,7 +347,7 @@ class Call(Watch):
         value, error, error_type = (_encodable(fields.get(name)) for name in ("value", "error", "type"))
         if reply is None:
             error = death_message(limit, self.status, self.timeout, sandbox._closed)
-        # The texts are already shorter, unless the code inside forged the reply.
+        # The sandbox has already shortened the texts, unless the code inside forged the reply.
         max_chars = 4 * sandbox.max_output
         return SandboxResult(
             stdout=self.printed[0].decode("utf-8", "replace"),

@@ -51,7 +51,7 @@ class Grade(Displayable):
 
     Attributes:
         verdicts: One Verdict per test.
-        error: Reason why the submission could not be loaded, or None. It never quotes the tests.
+        error: Reason why the submission could not be loaded, or None. The reason never quotes the tests.
     """
 
     verdicts: tuple[Verdict, ...]

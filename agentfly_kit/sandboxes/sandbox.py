@@ -236,7 +236,7 @@ class Sandbox(Startable):
             raise
 
     def kill(self) -> None:
-        """Close the sandbox immediately, without an event loop. Not safe from another thread while a call runs."""
+        """Close the sandbox immediately, without an event loop. Do not call this in another thread during a call."""
         self._closed = True
         self._drop()
 

@@ -1,6 +1,6 @@
 """System-call filters, as hand-written classic BPF programs.
 
-The filters allow calls by default. They deny calls that could bypass the restrictions of namespaces, mounts and
+The filters allow calls by default, but deny calls that could bypass the restrictions of namespaces, mounts and
 capabilities, and calls whose effects would survive a reset. Without namespaces, the filters also deny what Landlock
 does not cover: sockets, signals sent by files, changes to the modes, owners and times of files, and reads of extended
 attributes.

@@ -133,7 +133,7 @@ def put(entries: list[dict[str, Any]]) -> None:
 
 
 def make_folder(path: str, mode: int) -> None:
-    """Create a folder with the given permissions. If it exists, try to change its permissions."""
+    """Create a folder with the given permissions, or try to set the permissions of an existing folder."""
     before = os.umask(0)
     try:
         os.mkdir(path, mode)

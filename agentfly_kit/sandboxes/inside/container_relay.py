@@ -1,6 +1,6 @@
 """The zygote of a container, which communicates with the host over the container's standard input and output.
 
-`Relay` runs as the container's first process. It extends `Zygote` (zygote.py) by multiplexing the channels of its
+`Relay` runs as the container's first process. `Relay` extends `Zygote` (zygote.py) by multiplexing the channels of
 interpreters as frames (frames.py), which host/stream.py sends and receives on the host.
 """
 

@@ -21,7 +21,7 @@ from typing import Any
 from .base import CALLS, Refused, home, work_folder
 from .processes import descendants, is_dead, send
 
-# Their sum must be less than 0.5 s, the time after which the host kills an interrupted interpreter.
+# The sum of both times must be less than 0.5 s, after which the host kills an interrupted interpreter.
 INTERRUPT_SECONDS, KILL_SECONDS = 0.2, 0.2
 # These commands print the shell's state as a script. Options come first, because functions may need extglob; `set`
 # comes last, because errexit would end the shell at the first error, such as assigning a read-only variable.
