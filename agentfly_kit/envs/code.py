@@ -246,7 +246,7 @@ def load(path: str | os.PathLike[str], *, shown: int | None = 1) -> Tasks:
     Args:
         path: the file.
         shown: number of tests included in the question. One test is enough to show the function's name; the others
-            stay hidden. None includes all tests, as in MBPP's own prompt.
+            stay hidden. With None, all tests are included, as in MBPP's own prompt.
 
     Raises:  TaskError for a missing file or an invalid row. The message names the file and the row.
     """

@@ -1,4 +1,4 @@
-"""desk: small screens with buttons, a box and a text field. An agent sees them as images and operates them with tools.
+"""desk: small screens with buttons, a box and a text field, which an agent sees as images and operates with tools.
 
 Every task is to click one of several buttons, either at once ("click") or after ticking the box ("tick"), typing a
 number into the field ("type") or scrolling to the button ("scroll"). A click on any button ends the chain. The reward

@@ -41,7 +41,7 @@ Rows: TypeAlias = Callable[..., list[dict[str, Any]]]
 
 
 class PlayerEngine(Engine):
-    """Engine that returns the moves of a scripted player. Their tokens have the author "script" and mask 0, so that
+    """Engine that returns the moves of a scripted player. The tokens have the author "script" and mask 0, so that
     scripted moves are never trained on."""
 
     logprobs = "no"
@@ -272,5 +272,5 @@ def int_field(task: Task, name: str, minimum: int = 0) -> int:
 
 
 def tool_outputs(messages: Sequence[Message]) -> list[str]:
-    """Return the tool observations in `messages`, oldest first. Used by scripted players."""
+    """Return the tool observations in `messages`, oldest first, for scripted players."""
     return [text_of(m) for m in messages if m["role"] == "tool"]

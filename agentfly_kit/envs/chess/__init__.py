@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 class Chess:
     """Environment for one chess puzzle.
 
-    If the task has the field `mate`, any mate within that number of moves is correct. Otherwise the moves of the
-    solution and all moves that mate are correct. The other side replies as in the solution as long as the chain
-    follows it, and otherwise with a move that avoids immediate mate, if there is one.
+    If the task has the field `mate`, any mate within that number of moves is correct. Without `mate`, the moves of the
+    solution and all moves that mate are correct. The other side replies as in the solution as long as the chain follows
+    it, and otherwise with a move that avoids immediate mate, if there is one.
     """
 
     def check_task(self, task: Task) -> None:
