@@ -28,7 +28,7 @@ class Refused(EngineError):
 
 
 class RetryingClient:
-    """HTTP client for one server. It can be pickled and used in several event loops.
+    """HTTP client for one server, which can be pickled and used in several event loops.
 
     Args:
         base_url: Address of the server, without a slash at the end.

@@ -239,7 +239,7 @@ class OpenAIEngine(Engine):
         shared = sorted(set(plain) & set(halved), key=plain.__getitem__)
         between = plain[shared[-1]] - plain[shared[0]] if shared else 0.0
         if between < 1e-3:
-            # This prompt does not give an answer; False restricts sampling to temperatures 0 and 1.
+            # This prompt is not conclusive; False restricts sampling to temperatures 0 and 1.
             return False
         return math.isclose(halved[shared[-1]] - halved[shared[0]], between / 2, rel_tol=0.05)
 

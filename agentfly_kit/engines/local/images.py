@@ -15,8 +15,8 @@ from agentfly_kit.engines.local.slots import Request
 from agentfly_kit.policy.attention import agree
 from agentfly_kit.policy.vision import Features, row_images, trial_rows
 
-# Maximum size of the cached features of images in bytes. In a large model, those of a large image take up tens of
-# megabytes.
+# Maximum size of the cached features of images in bytes. In a large model, the features of a large image take up tens
+# of megabytes.
 _CACHE_BYTES = 2**29
 
 

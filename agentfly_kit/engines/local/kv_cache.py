@@ -11,8 +11,8 @@ have a weight of exactly zero. Measurements revealed these exceptions:
 - MKL uses different kernels for different numbers of rows, unless MKL_CBWR requests strict reproducibility. Importing
   agentfly_kit sets this variable, and `is_batch_invariant` checks the effect.
 - An elementwise function uses a different formula for the last elements of a tensor if the size is not a multiple of
-  the vector width. Batch sizes that are multiples of eight avoid this.
-- Torch uses its own kernel for products of fewer than 400 multiplications. Using at least 64 keys avoids this.
+  the vector width. Batch sizes that are multiples of eight avoid this difference.
+- Torch uses its own kernel for products of fewer than 400 multiplications. Using at least 64 keys avoids that kernel.
 - A product sums over many keys in several parts. Up to 192 keys form one part; for more keys, the parts depend on the
   number of keys and on the processor. Torch's fused attention multiplies blocks of 512 keys, so `padded` avoids a last
   block of 193 to 511 keys. `weighted_sum` multiplies blocks of at most 192 keys, so `aligned` is sufficient for it.

@@ -435,8 +435,8 @@ class VLLMEngine(Engine):
         or, if there is too little of it, in the folder for temporary files. `policy.lock` is held only during this
         step. Caches computed with the old weights are discarded.
 
-        If the call is cancelled before vLLM receives the weights, nothing changes. If it is cancelled later, the update
-        continues in the background, and `version` changes when the update is complete.
+        If the call is cancelled before vLLM receives the weights, nothing changes. If the call is cancelled later, the
+        update continues in the background, and `version` changes when the update is complete.
 
         If vLLM fails during an update, its weights are undefined, and the engine does not sample until an update
         succeeds.

@@ -346,7 +346,7 @@ def _environment(folder: Path, log: Path) -> Iterator[None]:
     """Prepare the environment that vLLM's processes inherit, and restore it afterwards.
 
     The variables that vLLM itself sets, including LD_PRELOAD, are also removed. Within the context, multiprocessing
-    starts child processes with a script. This script redirects their output to the log and moves them out of the
+    starts child processes with a script. This script redirects output to the log and moves the processes out of the
     notebook's process group, because interrupting a cell signals the whole group and would kill vLLM.
     """
     before = dict(os.environ)

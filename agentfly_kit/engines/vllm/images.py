@@ -10,7 +10,7 @@ from agentfly_kit.types import ImageSpan
 
 
 def make_prompt(ids: Sequence[int], images: Sequence[ImageSpan], reader: ImageReader) -> dict[str, Any]:
-    """Return a prompt for vLLM with one placeholder per image; vLLM replaces each by those of its image processor."""
+    """Return a prompt with one placeholder per image, which vLLM replaces by its image processor's placeholders."""
     short: list[int] = []
     end = 0
     for _, start, length in images:
