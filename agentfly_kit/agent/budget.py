@@ -21,8 +21,8 @@ class Budget(Displayable):
     By default, nothing is limited. Limits on a single chain are settings of the agent, such as `max_tokens`.
     The limits on tokens, turns and tool calls are never exceeded. A chain that would exceed a limit is truncated and
     scored, with a stop reason such as `run_tokens` or `group_tool_calls`. Chains that have not started when a limit is
-    reached are listed in `rollout.not_run`. Which chains are truncated or do not start is deterministic only with
-    `max_concurrency=1` and without `seconds`.
+    reached are listed in `rollout.not_run`. The choice of chains that are truncated or do not start is deterministic
+    only with `max_concurrency=1` and without `seconds`.
 
     Args:
         tokens: Maximum number of sampled tokens. While an action runs, it reserves the maximum number of tokens that it

@@ -89,7 +89,7 @@ class HarnessChain(BaseChain):
         # Number of actions sampled for each prompt, so that repeated requests get different seeds.
         self._asked: Counter[str] = Counter()
         self._action_key = ""
-        # Whether the prompt of the current request is text or ids. The action is then not parsed.
+        # True if the prompt of the current request is text or ids, so that the action is not parsed.
         self._is_plain = False
         # Maps each tool call id sent to the client to the id and name of the call in the chain.
         self._call_ids: dict[str, tuple[str, str]] = {}
@@ -204,7 +204,7 @@ class HarnessChain(BaseChain):
 
         Raises:
             SettingsError, RequestError: if the messages or tools are malformed, or the engine does not read the images.
-            ChainEnded: if a limit has ended the chain, or the engine failed. Its attribute `stop` is the stop reason.
+            ChainEnded: if a limit has ended the chain, or the engine failed. The exception's `stop` is the stop reason.
         """
         task = asyncio.ensure_future(self._serve(messages, tools, options or ReplyOptions()))
         self._serving.add(task)
@@ -368,7 +368,7 @@ class HarnessChain(BaseChain):
         return ids if ids[: len(begin)] == begin else (*begin, *ids)
 
     def _continue_ids(self, ids: tuple[int, ...]) -> ConversationRow:
-        """Continue the longest row of such prompts whose ids are a prefix of `ids`, or start a row. Return the row."""
+        """Continue the longest row without messages whose ids are a prefix of `ids`, or start a row. Return the row."""
         rows = [row for row in self._rows if row.tools == _PLAIN and ids[: len(found := self._row_ids(row))] == found]
         row = max(rows, key=lambda row: len(self._row_ids(row)), default=None)
         new = ids if row is None else ids[len(self._row_ids(row)) :]

@@ -44,7 +44,7 @@ _LIMITS = {
     "max_concurrent_requests": "of at least 1",
 }
 
-# Settings of the built-in agent loop. They cannot be combined with a harness, because it replaces the loop.
+# Settings that cannot be combined with a harness, because it replaces the built-in agent loop.
 _WITHOUT_HARNESS = (
     "tools", "system", "max_tool_calls", "nudge", "before_chain", "before_turn", "after_observation", "on_context_full",
     "user",
