@@ -51,7 +51,7 @@ def make_request(
     n: Any = None,
     prompt: str | Sequence[int] | None = None,
 ) -> Request:
-    """Return a request for messages and tools, or a prompt. `limits` are the names of its token limit.
+    """Return a request for messages and tools, or a prompt. `limits` lists the fields that may hold the token limit.
 
     Raises:
         RequestError: if `n` or the format of the reply is invalid.

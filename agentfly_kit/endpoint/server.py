@@ -26,7 +26,7 @@ _servers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, Server] = weakref
 def http_logger() -> logging.Logger:
     """Return a logger for aiohttp servers that ignores malformed requests, which are answered with status 400.
 
-    By default, aiohttp logs a traceback for each of them, which would appear in the running cell of a notebook.
+    By default, aiohttp logs a traceback for each such request, which would appear in the running cell of a notebook.
     """
     from aiohttp.http_exceptions import HttpProcessingError
 

@@ -1,4 +1,4 @@
-"""`Pool`, which leases sandboxes to chains, and `pools`, the list of all pools. Its internals are in core.py."""
+"""`Pool`, which leases sandboxes to chains, and `pools`, the list of all pools. Internals are in core.py."""
 
 from __future__ import annotations
 
