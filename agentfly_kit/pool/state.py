@@ -166,7 +166,7 @@ class PoolState:
             if slot.ticket == ticket:
                 self._report("cancelled", slot.id, slot.owner)
                 slot.uses -= 1
-                self._move(slot, "idle")  # not used yet, so no reset is needed
+                self._move(slot, "idle")  # the sandbox was not used yet, so no reset is needed
 
     def started(self, slot: Slot) -> None:
         """Handle the successful start of a sandbox."""

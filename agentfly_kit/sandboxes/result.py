@@ -17,7 +17,7 @@ class SandboxResult(Displayable):
     Attributes:
         stdout: Standard output, up to `max_output` bytes.
         stderr: Standard error, up to `max_output` bytes.
-        value: `repr` of the last expression; None if there was none or its value was None.
+        value: `repr` of the last expression's value; None if there is no expression or the value is None.
         error: Traceback of the code's exception, or a description of what stopped the code.
         error_type: Name of the exception's class; None if there was no exception, for example after a kill.
         seconds: Wall time of the call, measured on the host.

@@ -154,7 +154,7 @@ async def test_a_prompt_that_leaves_no_room_for_an_action_is_reported_before_the
     long = af.Task("long", ({"role": "user", "content": "1 2 3 " * 100},), {"answer": "5"})
     a = played(["5"], max_length=200)
     with pytest.warns(
-        UserWarning, match=r"task 'long' has \d+ tokens, and the context of the engine 200: chains of"
+        UserWarning, match=r"task 'long' has \d+ tokens, too many for the engine's context of 200: chains of"
     ) as w:
         rollout = await a.rollout([TASK, long])
     assert len(w) == 1 and [t.stop for t in rollout] == ["answered", "context_full"]

@@ -359,7 +359,7 @@ class _WeightMonitor:
         self._probes: dict[object, Tensor] = {}
 
     def _summary(self, p: Tensor) -> Tensor:
-        if p.dim() < 2 or not p.is_floating_point() or p.dtype.itemsize < 2:  # quantized weights: take the first values
+        if p.dim() < 2 or not p.is_floating_point() or p.dtype.itemsize < 2:  # compare a few quantized weights
             return p.detach().flatten()[: None if p.dim() < 2 else 8].float()
         key = (p.shape[-1], p.dtype, p.device)
         if key not in self._probes:

@@ -165,7 +165,7 @@ class Repo(SandboxEnvironment):
         results = {f"{path}::{name}": f"{path}::{name}" not in first for path, name in was.cases}
         others = {path: text for path, text in was.files.items() if not path.endswith(".py")}
         files = others | await self.sources()
-        # First run the test files with initially failing tests. If one of these still fails, skip the other test files.
+        # First run the test files with initially failing tests. If one still fails, skip the other test files.
         mended = {name.partition("::")[0] for name in first}
         for paths in (mended, was.tests.keys() - mended):
             graded = await grade(grader, was, files, only=paths)

@@ -32,8 +32,8 @@ _USER = "65534:65534"
 _API_SECONDS = 60
 _PROCESSORS = {"amd64": "x86_64", "x86_64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
 _RELAY_FILES = (*commands.ZYGOTE_FILES, "frames", "container_relay")
-# The program that the container runs. It reads source files from standard input and compiles them in the container,
-# which may have a different Python version from the host.
+# The container runs this program, which compiles source files from standard input, because the Python version of the
+# container may differ from the host's.
 _BOOT = f"""
 import os, sys
 def read(count):

@@ -19,7 +19,7 @@ from .kernel import PR_SET_NO_NEW_PRIVS, filter_calls, prctl
 from .processes import activity, descendants
 from .zygote import Zygote, listening_socket, run
 
-_CHUNK = 65536  # also the capacity of a pipe
+_CHUNK = 65536  # equal to the capacity of a pipe
 _FULL = 4 * _CHUNK  # number of unsent bytes above which code that prints is blocked
 _USAGE_SECONDS = 0.2
 

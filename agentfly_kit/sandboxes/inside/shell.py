@@ -128,8 +128,8 @@ class Shell:
             send(signal.SIGINT, -self.process.pid)
             return
         # Do not signal the process group, because it contains the jobs of earlier commands, some of which do not ignore
-        # the signal. Stop all processes until each has received the signal. Otherwise, after one has ended, another
-        # could exit normally, and the shell would continue with the next command.
+        # the signal. Stop all processes until each has received the signal, because after one has ended, another could
+        # exit normally, and the shell would continue with the next command.
         running = sorted(self.processes() - self.known)
         send(signal.SIGSTOP, *running)
         send(signal.SIGINT, self.process.pid, *running)
