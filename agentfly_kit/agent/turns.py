@@ -64,7 +64,7 @@ async def warn_about_long_prompt(agent: AgentSettings, tasks: Iterable[Task]) ->
     if count + 1 >= (length := agent.engine.max_length):
         warnings.warn(
             f"the prompt of task {task.id!r} has {count:,} tokens, too many for the engine's context of {length:,}: "
-            'chains of such tasks end with "context_full" before an action; leave out the tasks, or use a longer context',
+            'chains of such tasks end with "context_full" at once; leave out the tasks, or use a longer context',
             stacklevel=2,
         )
 

@@ -255,7 +255,7 @@ async def test_a_thread_that_hangs_is_left_and_its_sandbox_is_free() -> None:
         running = asyncio.ensure_future(agent.rollout([TASK], 2))
         await until(lambda: len(began) == 2)
         pass_time(GUARD)
-        with pytest.warns(UserWarning, match="runs in a thread, which cannot be stopped, so it continues after its chain"):
+        with pytest.warns(UserWarning, match="a thread, which cannot be stopped, so it continues after its chain"):
             rollout = await running
         assert [(t.stop, t.reward) for t in rollout] == [("timeout", 0.0)] * 2
         assert [t.reward for t in await agent.replace(harness=quick).rollout([TASK], 4)] == [1.0] * 4
