@@ -297,7 +297,7 @@ async def test_models_that_the_trial_refuses(monkeypatch: pytest.MonkeyPatch) ->
     batch = batch_of(await agent(policy).rollout(TASKS, 4))
     errors.check(lambda: text.score(batch), af.errors.PolicyError, "reads no images: its chat has no image processor")
     monkeypatch.setattr(prompts.PromptImages, "options", lambda self, *given: {})
-    assert "other hidden states with a KV cache" in af.LocalEngine(policy.copy()).image_obstacle
+    assert "different hidden states with and without a KV cache" in af.LocalEngine(policy.copy()).image_obstacle
     gemma = vision_models.policy("gemma3")  # its placeholders attend to each other in both directions
     mixed = policy.copy()  # the features of its images depend on how many are computed together
     own = mixed.model.get_image_features

@@ -703,7 +703,7 @@ async def test_only_float32_on_a_cpu_is_reproducible(monkeypatch: pytest.MonkeyP
     for session in "abcdefghi":
         assert few.reproducible
         await few.sample(prompt(9), af.Sampling(max_tokens=2), 0, request=request(session))
-    assert not few.reproducible and "more chains were alive than slots" in repr(few)
+    assert not few.reproducible and "more unfinished chains than slots" in repr(few)
     got = await af.LocalEngine(half).sample(prompt(5), af.Sampling(max_tokens=4), 0)
     assert all(math.isfinite(x) for x in got.logprobs or (math.nan,))
 

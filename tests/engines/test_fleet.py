@@ -168,7 +168,7 @@ async def test_an_engine_that_returns_with_other_weights_is_not_used() -> None:
     for member in members:
         member.stopped, member.limit = False, 10**9
     members[0].copy.load_state(agents.shipped().state())
-    with pytest.warns(UserWarning, match="Server 0 is not used.*other weights"):
+    with pytest.warns(UserWarning, match="Server 0 is not used.*its weights"):
         assert not (await agent.rollout(agents.tasks(2))).failed
     assert states(fleet) == ["stale", "up"] and not members[0].sessions[1:]
 
@@ -252,7 +252,7 @@ async def test_weights_changed_by_someone_else_are_found_by_a_probe() -> None:
     fleet, members = fleet_of(policy)
     await fleet.update(policy)
     nudge(members[0].copy)
-    with pytest.warns(UserWarning, match="Server 0.*other weights"):
+    with pytest.warns(UserWarning, match="Server 0.*its weights"):
         await fleet.probe()
     assert states(fleet) == ["stale", "up"]
 
@@ -262,7 +262,7 @@ async def test_engines_of_different_models_are_found_before_the_first_request() 
     nudge(other)
     members = [Server(policy), Server(other)]
     fleet = af.Fleet(members)
-    with pytest.warns(UserWarning, match="Server 1.*other weights"):
+    with pytest.warns(UserWarning, match="Server 1.*its weights"):
         rollout = await agents.agent(policy, engine=fleet).rollout(agents.tasks(4))
     assert not rollout.failed and states(fleet) == ["up", "stale"] and not members[1].sessions
 

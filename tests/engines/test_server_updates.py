@@ -326,7 +326,7 @@ async def test_a_server_with_another_precision_is_named(pair: Pair, policy: af.P
         return got
 
     pair[1].transfer = rounded  # type: ignore[method-assign]
-    with pytest.warns(UserWarning, match=r"differ by .* nats .* another precision .*its dtype is bfloat16"):
+    with pytest.warns(UserWarning, match=r"differ by .* nats .* its precision differ .*its dtype is bfloat16"):
         await fleet.update(policy)
     assert states(fleet) == ["up", "stale"] and 1e-3 < fleet.members[1].gap < 0.05
     tolerant = af.Fleet([member.engine for member in fleet.members], tolerance=0.05)

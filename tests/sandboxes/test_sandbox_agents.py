@@ -93,7 +93,7 @@ async def test_an_agent_reaches_its_own_chain_only(level: str) -> None:
     refusing = agent(asking, level)
     async with refusing.pools[0]:
         (t,) = await refusing.rollout([TASK])
-    assert t.stop == "error" and "'strict' or an af.Container, got 'landlock'" in str(t.error)
+    assert t.stop == "error" and "'strict' or an af.Container to run an agent, got 'landlock'" in str(t.error)
 
 
 async def test_invalid_commands_are_named() -> None:

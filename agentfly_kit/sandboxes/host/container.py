@@ -94,7 +94,7 @@ class Container(Displayable):
     def not_isolated(self) -> tuple[str, ...]:
         """Descriptions of what the container does not isolate."""
         return (
-            "the kernel, with its vulnerabilities, is shared unless runtime= selects a runtime with another kernel",
+            "the kernel is shared, with its vulnerabilities, unless runtime= selects a runtime with another kernel",
             "the folders of mounts= can be read, and written if mounted ':rw'; files written there are not deleted",
             "access to the engine amounts to root access to its machine; you have it, but the code inside does not",
             "with network=True the code is on the engine's default network, or on the one named by network=",
