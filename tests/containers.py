@@ -42,7 +42,11 @@ def build_image(tar: Path) -> None:
         said = subprocess.run([python, "-S", "-c", ask], capture_output=True, text=True, check=True).stdout
         standard = said.split()[0]
     modules = [str(path) for path in Path(standard, "lib-dynload").glob("*.so")]
-    programs = [path for name in ("sh", "bash", "sleep", "yes", "cat", "id") if (path := shutil.which(name))]
+    programs = [
+        path
+        for name in ("sh", "bash", "sleep", "yes", "cat", "id", "env", "mkdir", "rm")
+        if (path := shutil.which(name))
+    ]
     out = {
         "test", "tests", "idlelib", "site-packages", "dist-packages", "ensurepip", "lib2to3", "tkinter", "turtledemo",
     }  # fmt: skip

@@ -44,13 +44,13 @@ _REMOVED = {
     "to_gymnasium": "use af.envs.tools and af.envs.reward, or write a gymnasium.Env that calls the class",
 }
 
-__all__ = sorted([*_WHERE, *FAMILIES, "list"])
+__all__ = sorted([*_WHERE, *FAMILIES, "harbor", "list"])
 
 
 def __getattr__(name: str) -> Any:
     if name in _WHERE:
         return getattr(importlib.import_module(f"agentfly_kit.envs.{_WHERE[name]}"), name)
-    if name in FAMILIES:
+    if name in (*FAMILIES, "harbor"):
         return importlib.import_module(f"agentfly_kit.envs.{name}")
     if name in _REMOVED:
         raise AttributeError(f"agentfly_kit.envs.{name} was removed in 0.3; {_REMOVED[name]}")

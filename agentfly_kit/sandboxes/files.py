@@ -5,7 +5,7 @@ This module runs on the host. inside/files.py carries out the operations in the 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import check_count
 from .hosted import Files, seed_entries
@@ -46,7 +46,7 @@ class FileSandbox(ShellSandbox):
     """
 
     _inside_files = ("base", "processes", "shell", "files")
-    _folder: ClassVar[str] = "work"
+    _folder = "work"
 
     def __init__(self, *, files: Files | None = None, **settings: Any) -> None:
         super().__init__(**settings)

@@ -13,7 +13,7 @@ import stat
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 from ..errors import SandboxError, SettingsError, ToolError, check_value
 from .host.commands import INSIDE
@@ -53,7 +53,7 @@ class HostedSandbox(Sandbox):
     """
 
     _inside_files: tuple[str, ...] = ("base",)
-    _folder: ClassVar[str] = ""  # subfolder of the sandbox's folder in which the program works
+    _folder: str = ""  # subfolder of the sandbox's folder in which the program works
 
     # --- calls -----------------------------------------------------------------------------------
 

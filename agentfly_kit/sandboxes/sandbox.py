@@ -17,7 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from agentfly_kit._display import Displayable
 
@@ -67,6 +67,9 @@ class Sandbox(Startable):
 
     Raises:  SettingsError for an invalid setting.
     """
+
+    # Symbolic links at level "strict", from absolute paths to their targets
+    _links: ClassVar[Mapping[str, str]] = {}
 
     def __init__(
         self,
@@ -161,7 +164,7 @@ class Sandbox(Startable):
         if isinstance(isolation, Container):
             return str(isolation), container.launch(isolation, self.limits, *options)
         level = levels.resolve_level(isolation, self.limits)
-        return level, process.launch(level, self.limits, *options)
+        return level, process.launch(level, self.limits, *options, self._links)
 
     def _adopt(self, level: str, handle: process.SandboxProcess) -> None:
         if self._closed:
@@ -194,6 +197,9 @@ class Sandbox(Startable):
             if not self.alive:
                 raise SandboxError(f"a dead or closed {type(self).__name__} cannot be reset; create a new one")
             self._call_count = 0
+            if isinstance(self._requested_isolation, Container) and self._requested_isolation.writable:
+                self._drop()
+                return await self._start()
             await self._new_interpreter(wipe=True)
             await self._set_up()
 

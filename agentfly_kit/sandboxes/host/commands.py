@@ -11,6 +11,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
@@ -220,13 +221,17 @@ def unprivileged_namespace() -> int | None:
 
 
 def strict_command(
-    limits: Limits, seccomp_fd: int, program: str = "bwrap", packages: bool = True
+    limits: Limits,
+    seccomp_fd: int,
+    program: str = "bwrap",
+    packages: bool = True,
+    links: Mapping[str, str] | None = None,
 ) -> tuple[list[str], dict[str, str], list[int]]:
     """Return the bwrap command line without the program to run, bwrap's environment, and the descriptors to pass to it.
 
     The environment is minimal, because code in the sandbox can read it. Later mounts of the command hide earlier ones.
     If there is an `unprivileged_namespace`, the program starts as its uid 0, with the capabilities that it needs to
-    become `STRICT_UID`.
+    become `STRICT_UID`. `links` maps paths of symbolic links to their targets.
     """
     command, passed = [shutil.which(program) or program], [seccomp_fd]
     namespace = unprivileged_namespace()
@@ -269,6 +274,8 @@ def strict_command(
     if not packages:
         for folder in _visible_packages():
             command += ["--size", "4096", "--perms", "0555", "--tmpfs", folder, "--remount-ro", folder]
+    for path, target in (links or {}).items():
+        command += ["--symlink", target, path]
     command += ["--chdir", STRICT_HOME, "--remount-ro", "/", "--seccomp", str(seccomp_fd), "--"]
     return command, {"PATH": "/usr/bin:/bin"}, passed
 

@@ -29,6 +29,10 @@ _OWN_MEMORY = 24  # MB for the zygote, in addition to the sandbox's limit
 _LABEL = "agentfly.maker"
 _HOME = "/tmp"
 _USER = "65534:65534"
+# Capabilities of root in a writable container, which package managers need to install files of other users.
+_ROOT_CAPABILITIES = ["CHOWN", "DAC_OVERRIDE", "FOWNER", "SETGID", "SETUID"]
+# podman mounts writable /run and /var/tmp without a size limit; these replacements are too small to hold data.
+_SMALL_FOLDERS = {"/run": "size=4k,mode=0755", "/var/tmp": "size=4k,mode=0755"}
 _API_SECONDS = 60
 _PROCESSORS = {"amd64": "x86_64", "x86_64": "x86_64", "arm64": "aarch64", "aarch64": "aarch64"}
 _RELAY_FILES = (*commands.ZYGOTE_FILES, "frames", "container_relay")
@@ -59,7 +63,8 @@ class Container(Displayable):
     """Container isolation for sandboxes: `Pool(PythonSandbox, isolation=Container("python:3.12-slim"))`.
 
     The code runs without root, capabilities or the ability to gain privileges, in a separate file system that is
-    read-only except for /tmp. The engine enforces the sandbox's limits (memory, processes, CPU time, disk, network).
+    read-only except for /tmp, unless `writable` is True. The engine enforces the sandbox's limits (memory, processes,
+    CPU time, disk, network).
 
     Attributes:
         image: name of an image that the engine already has; it is not pulled. The image must contain Python 3.9 or
@@ -69,6 +74,7 @@ class Container(Displayable):
             writable. A reset does not clear mounts. Host paths refer to the engine's machine.
         network: name of the network to use if the sandbox has network=True; by default the engine's default network.
         python: the Python command in the image.
+        writable: whether the code runs as root in a writable file system. A reset then starts a new container.
         runtime: OCI runtime to use, such as "runsc" for gVisor; by default the engine's default runtime.
         engine: address of the container engine, such as "unix:///run/podman/podman.sock" or "tcp://host:port". By
             default, the address in DOCKER_HOST is used, or else one of the usual sockets of Docker and podman.
@@ -79,6 +85,7 @@ class Container(Displayable):
     mounts: Mapping[str, str] = field(default_factory=dict)
     network: str | None = None
     python: str = "python3"
+    writable: bool = False
     runtime: str | None = None
     engine: str | None = None
 
@@ -98,6 +105,7 @@ class Container(Displayable):
             "the folders of mounts= can be read, and written if mounted ':rw'; files written there are not deleted",
             "access to the engine amounts to root access to its machine; you have it, but the code inside does not",
             "with network=True the code is on the engine's default network, or on the one named by network=",
+            "with writable=True the code is root in the container, and its disk usage is limited in /tmp only",
         )
 
     def limit_mechanisms(self, limits: Limits) -> dict[str, str]:
@@ -195,6 +203,39 @@ def _remove_orphans(api: Any) -> None:
             with contextlib.suppress(Exception):  # another process may be removing it too
                 api.remove_container(each["Id"], force=True)
 
+
+def build_image(engine: str | None, folder: str | os.PathLike[str], tag: str, timeout: float) -> None:
+    """Build an image from the Dockerfile in a folder, unless the engine already has an image with this tag.
+
+    Args:
+        engine: address of the container engine, as in `Container`.
+        folder: folder with the Dockerfile and the files that it copies.
+        tag: name of the image.
+        timeout: maximum time in seconds without output of the build.
+
+    Raises:  SandboxError, with the last lines of output, if a command of the Dockerfile fails.
+    """
+    with _building, _client(address(engine)) as api:
+        if api.images(tag):
+            return
+        lines: list[str] = []
+        for part in api.build(path=os.fspath(folder), tag=tag, rm=True, forcerm=True, decode=True, timeout=timeout):
+            lines += str(part.get("stream", "")).strip().splitlines()
+            if "error" in part:
+                output = "\n".join([*lines[-8:], str(part["error"]).strip()])
+                raise SandboxError(
+                    f"the image of {os.fspath(folder)!r} could not be built. If its commands download something, the "
+                    f"engine needs network access. Last output:\n{output}"
+                )
+
+
+def working_folder(engine: str | None, image: str) -> str:
+    """Return the working directory that an image declares, by default "/"."""
+    with _client(address(engine)) as api:
+        return str(api.inspect_image(image)["Config"].get("WorkingDir") or "/")
+
+
+_building = threading.Lock()
 
 # --- one container -------------------------------------------------------------------------------
 
@@ -323,14 +364,14 @@ def _config(api: Any, container: Container, limits: Limits, packages: bool = Tru
     memory = None if limits.memory_mb is None else (limits.memory_mb + _OWN_MEMORY) * _MEBIBYTE
     size = "" if limits.disk_mb is None else f",size={limits.disk_mb}m"
     host = api.create_host_config(
-        auto_remove=True, read_only=True, init=False, privileged=False, ipc_mode="private",
+        auto_remove=True, read_only=not container.writable, init=False, privileged=False, ipc_mode="private",
         network_mode=(container.network or None) if limits.network else "none",
-        cap_drop=["ALL"], security_opt=["no-new-privileges"], oom_score_adj=None,
+        cap_drop=["ALL"], cap_add=_ROOT_CAPABILITIES if container.writable else None,
+        security_opt=["no-new-privileges"], oom_score_adj=None,
         mem_limit=memory, memswap_limit=memory, pids_limit=None if limits.processes is None else limits.processes + 1,
         nano_cpus=None if container.cpus is None else int(container.cpus * 1e9),
         shm_size=commands.shm_bytes(limits),
-        # podman mounts writable /run and /var/tmp without a size limit; these replacements are too small to hold data.
-        tmpfs={_HOME: f"rw,nosuid,nodev,mode=1777{size}", "/run": "size=4k,mode=0755", "/var/tmp": "size=4k,mode=0755"},
+        tmpfs={_HOME: f"rw,nosuid,nodev,mode=1777{size}", **({} if container.writable else _SMALL_FOLDERS)},
         binds=[":".join((outer, *_path_and_mode(inner))) for outer, inner in container.mounts.items()],
         runtime=container.runtime,
     )  # fmt: skip
@@ -339,7 +380,8 @@ def _config(api: Any, container: Container, limits: Limits, packages: bool = Tru
     return api.create_container_config(
         container.image, [container.python, "-s", *([] if packages else ["-S"]), "-c", _BOOT], entrypoint=[],
         host_config=host,
-        user=_USER, working_dir=_HOME, environment=variables, stdin_open=True, detach=False, tty=False,
+        user="0:0" if container.writable else _USER, working_dir=_HOME, environment=variables,
+        stdin_open=True, detach=False, tty=False,
         labels={_LABEL: reaper.owner_tag()}, hostname="sandbox", network_disabled=not limits.network,
     )  # fmt: skip
 

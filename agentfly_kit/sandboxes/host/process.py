@@ -17,7 +17,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from ...errors import SandboxError
@@ -162,13 +162,15 @@ def settings_line(limits: Limits, preload: Sequence[str], max_output: int, **mor
     return json.dumps(settings | more).encode() + b"\n"
 
 
-def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, packages: bool) -> SandboxProcess:
+def launch(
+    level: str, limits: Limits, preload: Sequence[str], max_output: int, packages: bool, links: Mapping[str, str]
+) -> SandboxProcess:
     """Start a zygote without waiting until it is ready. Takes 2 to 20 ms. Must be called on the thread of `spawner`."""
     _reap()
     handle = SandboxProcess()
     try:
         with contextlib.ExitStack() as opened:  # closes the files that only the new process needs
-            _launch(handle, opened, level, limits, preload, max_output, packages)
+            _launch(handle, opened, level, limits, preload, max_output, packages, links)
     except BaseException as error:
         handle.destroy()
         if isinstance(error, OSError):
@@ -179,7 +181,7 @@ def launch(level: str, limits: Limits, preload: Sequence[str], max_output: int, 
 
 def _launch(
     handle: SandboxProcess, opened: contextlib.ExitStack, level: str, limits: Limits, preload: Sequence[str],
-    max_output: int, packages: bool,
+    max_output: int, packages: bool, links: Mapping[str, str],
 ) -> None:  # fmt: skip
     strict, landlock = level == "strict", level == "landlock"
     groups = isolation.hierarchy()
@@ -194,7 +196,9 @@ def _launch(
         calls = seccomp.program()
         assert calls is not None, "the probe rejects 'strict' without a system-call filter"
         filter_file = opened.enter_context(commands.anonymous_file(calls))
-        command, environment, more = commands.strict_command(limits, filter_file.fileno(), packages=packages)
+        command, environment, more = commands.strict_command(
+            limits, filter_file.fileno(), packages=packages, links=links
+        )
         passed += more
         level_settings, place = commands.strict_settings(), commands.inside_path
     else:

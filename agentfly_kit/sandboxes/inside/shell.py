@@ -52,7 +52,7 @@ class Shell:
         output, errors = self.output = os.dup(1), os.dup(2)
         environment = dict(os.environ)
         environment["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), environment.get("PATH", os.defpath)])
-        environment |= {"PS1": "", "PS2": "", "SHELL": program}
+        environment |= {"PS1": "", "PS2": "", "SHELL": program, "PWD": work_folder()}
         self.status_number = statuses
         self.process = subprocess.Popen(
             [program, "--norc", "--noprofile", "--noediting", "-i"], stdin=commands, stderr=subprocess.DEVNULL,
@@ -206,6 +206,13 @@ def run(command: str, cpu_seconds: float | None) -> dict[str, Any]:
     return {"exit": status, "ended": ended}
 
 
+def end() -> None:
+    """End the shell, so that the next command runs in a new one. Background jobs continue."""
+    if Current.shell is not None:
+        Current.shell.end()
+        Current.shell = None
+
+
 def dump() -> str | None:
     """Return commands that restore the shell's directory, variables, functions and options; None if no shell runs."""
     if Current.shell is None or Current.shell.process.poll() is not None:
@@ -229,4 +236,4 @@ def load(state: str, old: str) -> None:
     os.unlink(path)
 
 
-CALLS |= {"run": run, "dump": dump, "load": load, "home": home}
+CALLS |= {"run": run, "end": end, "dump": dump, "load": load, "home": home}

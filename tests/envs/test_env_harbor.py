@@ -1,0 +1,232 @@
+"""harbor: task folders in a shell sandbox and in containers, invalid folders, and rows in the format of SWE-bench."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from levels import MARKS
+from test_sandbox_container import engine  # noqa: F401  (a fixture)
+
+import agentfly_kit as af
+from agentfly_kit.envs.family import small_chat
+
+strict = MARKS["strict"][0]
+TOML = '[verifier]\nenv = { WANTED = "forty two" }\n[environment]\nmemory = "512M"\nnetwork_mode = "no-network"\n'
+SOLUTION = "python3 -c \"print(sum(map(int, open('data.txt'))))\" > sum.txt"
+CHECK = """
+import json, os
+assert os.environ["WANTED"] == "forty two"
+good = os.path.exists("sum.txt") and open("sum.txt").read().strip() == "55"
+json.dump({"reward": good, "user": os.getuid()}, open("/logs/verifier/reward.json", "w"))
+"""
+
+
+def make(folder: Path, **files: str) -> Path:
+    """Write a task folder whose task is to add the numbers in data.txt. `files` replaces its files; "" removes one."""
+    written = {
+        "task.toml": TOML, "instruction.md": "Write the sum of the numbers in data.txt to sum.txt.",
+        "environment/data.txt": "1\n2\n52\n", "tests/test.sh": "python3 /tests/check.py", "tests/check.py": CHECK,
+        "solution/solve.sh": SOLUTION, **files,
+    }  # fmt: skip
+    for name, text in written.items():
+        if text:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_text(text)
+    return folder
+
+
+async def play(folder: Path, *commands: str, **options: Any) -> Any:
+    """Return the only trajectory of a chain that runs the commands in the task's shell."""
+    calls = [
+        f'<tool_call>{{"name": "shell", "arguments": {json.dumps({"command": c})}}}</tool_call>' for c in commands
+    ]
+    agent = af.envs.harbor.agent(af.ScriptedEngine([*calls, "done"]), chat=small_chat(), options=options)
+    (trajectory,) = await agent.rollout(af.envs.harbor.tasks(folder))
+    await agent.pools[0].close()
+    return trajectory
+
+
+@strict
+async def test_each_chain_gets_new_files_and_the_tests_grade_what_it_leaves(tmp_path: Path) -> None:
+    tasks = af.envs.harbor.tasks(make(tmp_path / "adding").parent)
+    assert [task.id for task in tasks] == ["adding"]
+    for _ in range(2):
+        solved = await af.envs.harbor.expert(size=1).rollout(tasks, 2)
+        assert [t.reward for t in solved] == [1.0, 1.0]
+    assert solved[0].metrics == {"reward": 1.0, "user": 65534.0, "success": 1.0, "graded": 1.0}
+    idle = await play(tmp_path / "adding", "pwd; ls; ls /tests")
+    assert idle.reward == 0.0
+    assert idle.tool_calls[0].result.observation.splitlines()[:2] == ["/app", "data.txt"]
+    assert "/tests" in idle.tool_calls[0].result.observation  # the tests are not there yet
+
+
+@strict
+@pytest.mark.parametrize(
+    "command",
+    [
+        "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.txt",
+        "python3() { echo 1 > /logs/verifier/reward.txt; }; export -f python3; rm() { :; }; env() { python3; }",
+        "mkdir -p /tests; echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh; chmod -w /tests/test.sh /tests",
+        "ln -s /tmp /tests; trap 'echo 1 > /logs/verifier/reward.txt' EXIT; set -e",
+    ],
+)
+async def test_the_shell_of_the_chain_cannot_write_the_reward(tmp_path: Path, command: str) -> None:
+    trajectory = await play(make(tmp_path / "adding"), command)
+    assert (trajectory.reward, trajectory.metrics["graded"]) == (0.0, 1.0)
+
+
+@strict
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("echo .5 > /logs/verifier/reward.txt", {"reward": 0.5, "success": 0.0, "graded": 1.0}),
+        (
+            "echo '{\"score\": 1}' > /logs/verifier/reward.json",
+            {"score": 1.0, "reward": 1.0, "success": 1.0, "graded": 1.0},
+        ),
+        ("echo NaN > /logs/verifier/reward.txt", {"reward": 0.0, "success": 0.0, "graded": 0.0}),
+        ("echo '{\"reward\": [1]}' > /logs/verifier/reward.json", {"reward": 0.0, "success": 0.0, "graded": 0.0}),
+        ("exit 3", {"reward": 0.0, "success": 0.0, "graded": 0.0}),
+        ('echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json', None),
+    ],
+)
+async def test_what_the_test_script_may_write(tmp_path: Path, script: str, found: Any) -> None:
+    trajectory = await play(make(tmp_path / "task", **{"tests/test.sh": script}))
+    if found is None:
+        assert trajectory.reward is None and "must contain 'reward', got a, b" in str(trajectory.error)
+    else:
+        assert trajectory.metrics == found
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"tests/test.sh": ""}, "must contain the file tests/test.sh"),
+        ({"instruction.md": ""}, "must contain the file instruction.md"),
+        ({"task.toml": "[a"}, "task.toml is not valid: "),
+        ({"task.toml": "[[steps]]\nname = 'a'\n[environment]\ngpus = 1"}, "steps, environment.gpus are not supported"),
+        ({"task.toml": "[environment]\nos = 'windows'"}, "environment.os is not supported"),
+        ({"task.toml": "[environment]\nworkdir = '/srv'"}, "environment.workdir without an image is not supported"),
+        ({"task.toml": "[environment]\nmemory = '2T'"}, "environment.memory must be a size such as '2G'"),
+        ({"task.toml": "[environment]\ncpus = 'two'"}, "environment.cpus is not valid, got 'two'"),
+        ({"task.toml": "environment = 3"}, "environment.docker_image is not valid, got 3"),
+        ({"task.toml": "[verifier]\nenv = { KEY = '${KEY}' }"}, "a variable of this machine in verifier.env.KEY"),
+        ({"environment/docker-compose.yaml": "a"}, "environment/docker-compose.yaml is not supported"),
+    ],
+)  # fmt: skip
+def test_task_folders_that_are_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
+    with pytest.raises(af.errors.TaskError) as raised:
+        af.envs.harbor.tasks(make(tmp_path / "task", **files))
+    assert message in str(raised.value)
+
+
+def test_a_folder_without_tasks_and_tests_that_need_a_network(tmp_path: Path) -> None:
+    with pytest.raises(af.errors.TaskError, match=r"path must be a folder with task\.toml"):
+        af.envs.harbor.tasks(tmp_path)
+    (task,) = af.envs.harbor.tasks(make(tmp_path / "task", **{"tests/test.sh": "apt-get install -y curl"}))
+    with pytest.warns(UserWarning, match="contains 'apt-get', which usually needs a network"):
+        af.envs.harbor.Harbor().check_task(task)
+    with pytest.raises(af.errors.TaskError, match="the task has no field `folder`"):
+        af.envs.harbor.Harbor().check_task(af.Task("a", ({"role": "user", "content": "b"},), {}))
+
+
+# --- rows of SWE-bench ---------------------------------------------------------------------------
+
+OLD = "def add(a, b):\n    return a - b\n\n\ndef neg(a):\n    return -a\n"
+TESTS = "from adder import {}\n\n\ndef test_neg():\n    assert neg(1) == -1\n"
+
+
+@pytest.fixture
+def row(tmp_path: Path) -> dict[str, Any]:
+    """A row for a bug in a repository with one commit."""
+    clone = tmp_path / "clones" / "adder"
+    clone.mkdir(parents=True)
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(clone), "-c", "user.name=a", "-c", "user.email=a@b", *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    def patch(name: str, text: str) -> str:
+        (clone / name).write_text(text)
+        found = git("diff")
+        git("checkout", "-q", ".")
+        return found
+
+    (clone / "adder.py").write_text(OLD)
+    (clone / "test_adder.py").write_text(TESTS.format("neg"))
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-q", "-m", "first"]):
+        git(*command)
+    more = "\n\ndef test_add():\n    assert add(1, 2) == 3\n"
+    return {
+        "instance_id": "someone__adder-1", "repo": "someone/adder", "base_commit": git("rev-parse", "HEAD").strip(),
+        "problem_statement": "add(1, 2) is -1.", "patch": patch("adder.py", OLD.replace("a - b", "a + b")),
+        "test_patch": patch("test_adder.py", TESTS.format("add, neg") + more),
+        "FAIL_TO_PASS": '["test_adder.py::test_add"]', "PASS_TO_PASS": ["test_adder.py::test_neg"],
+    }  # fmt: skip
+
+
+@strict
+async def test_rows_of_swe_bench(tmp_path: Path, row: dict[str, Any]) -> None:
+    tasks = af.envs.harbor.from_swe_bench([row], tmp_path / "clones", tmp_path / "tasks")
+    (solved,) = await af.envs.harbor.expert().rollout(tasks)
+    assert solved.metrics == {"reward": 1.0, "fixed": 1.0, "kept": 1.0, "success": 1.0, "graded": 1.0}
+    idle = await play(tmp_path / "tasks", "cat test_adder.py")
+    assert (idle.reward, idle.metrics["fixed"], idle.metrics["kept"]) == (0.0, 0.0, 1.0)
+    assert "test_add" not in idle.tool_calls[0].result.observation
+    broken = await play(
+        tmp_path / "tasks", "echo 'def test_neg(): pass' > test_adder.py; echo 'add = neg = 0' > adder.py"
+    )
+    assert (broken.reward, broken.metrics["kept"]) == (0.0, 0.0)
+
+
+def test_rows_of_swe_bench_that_are_refused(tmp_path: Path, row: dict[str, Any]) -> None:
+    for changes, message in (
+        ({"instance_id": "../a"}, "instance_id must consist of letters"),
+        ({"base_commit": "f" * 40}, "git archive f"),
+        ({"test_patch": "nothing"}, "git apply - failed"),
+    ):
+        with pytest.raises(af.errors.TaskError, match=message):
+            af.envs.harbor.from_swe_bench([row | changes], tmp_path / "clones", tmp_path / "tasks")
+
+
+# --- containers ----------------------------------------------------------------------------------
+
+DOCKERFILE = "FROM agentfly-test:latest\nWORKDIR /srv/work\nCOPY data.txt .\nRUN echo made > /usr/made\n"
+
+
+@pytest.mark.real
+async def test_tasks_with_a_dockerfile_or_an_image(tmp_path: Path, engine: Any) -> None:  # noqa: F811
+    built = make(tmp_path / "suite" / "built", **{"environment/Dockerfile": DOCKERFILE})
+    image = TOML + 'docker_image = "agentfly-test:latest"\nworkdir = "/srv/new"\ncpus = 1\n'
+    make(tmp_path / "suite" / "image", **{"task.toml": image, "solution/solve.sh": "echo 55 > sum.txt"})
+    agent = af.envs.harbor.expert(options={"engine": engine.url})
+    solved = await agent.rollout(af.envs.harbor.tasks(tmp_path / "suite"), 2)
+    assert [(t.reward, t.metrics["user"]) for t in solved] == [(1.0, 0.0)] * 4
+    found = await play(built, "cat /usr/made; pwd; echo other > /usr/made; cat /usr/made", engine=engine.url)
+    assert found.tool_calls[0].result.observation.split() == ["made", "/srv/work", "other"]
+    again = await play(built, "cat /usr/made", engine=engine.url)
+    assert again.tool_calls[0].result.observation == "made"
+    assert engine.names() == []
+
+
+@pytest.mark.real
+async def test_a_dockerfile_that_fails(tmp_path: Path, engine: Any) -> None:  # noqa: F811
+    failing = DOCKERFILE + "RUN echo downloading; exit 7\n"
+    folder = make(tmp_path / "built", **{"environment/Dockerfile": failing})
+    trajectory = await play(folder, "ls", engine=engine.url)
+    assert trajectory.reward is None
+    assert "could not be built" in str(trajectory.error) and "downloading" in str(trajectory.error)
+
+
+@pytest.mark.real
+async def test_a_writable_container_is_replaced_by_a_reset(engine: Any) -> None:  # noqa: F811
+    place = af.Container("agentfly-test:latest", engine=engine.url, writable=True)
+    async with af.ShellSandbox(isolation=place) as sandbox:
+        assert (await sandbox.run("id -u; echo changed > /usr/file; cat /usr/file")).stdout.split() == [
+            "0",
+            "changed",
+        ]
+        await sandbox.reset()
+        assert not (await sandbox.run("cat /usr/file")).ok
