@@ -85,8 +85,6 @@ class WorkerGroup:
 
     def check_same_batch(self, batch: Batch) -> None:
         """Check that all processes passed the same batch, by comparing row counts and sums of keys and advantages."""
-        if self.is_single:
-            return
         keys = batch.ids if batch.row_keys is None else batch.row_keys % 2**32  # whose sum is exact in float64
         seen = [float(len(batch)), float(keys.sum()), float(batch.advantages.nansum())]
         every = self.accelerator.gather(torch.tensor([seen], dtype=torch.float64, device=self.accelerator.device))
@@ -96,22 +94,22 @@ class WorkerGroup:
                 "pass gather(batch, accelerator)"
             )
 
-    def local_rows(self, batch: Batch, rows: Tensor) -> Tensor:
+    def local_rows(self, rows: Tensor, lengths: Tensor) -> Tensor:
         """Return this process's rows. Longest first, each row is assigned to the process with the fewest tokens."""
         if self.is_single:
             return rows
         loads = [0] * self.size
         mine: list[int] = []
-        for i in torch.argsort(batch.lengths[rows], descending=True, stable=True).tolist():
+        for i in torch.argsort(lengths[rows], descending=True, stable=True).tolist():
             to = loads.index(min(loads))
-            loads[to] += int(batch.lengths[rows[i]])
+            loads[to] += int(lengths[rows[i]])
             if to == self.rank:
                 mine.append(i)
         return rows[mine]
 
     def score(self, policy: Policy, batch: Batch, what: ScoreName, micro_tokens: int | None) -> Tensor:
         """Compute a score of each token, (B, T). Each process computes some of the rows, and returns those of all."""
-        rows = self.local_rows(batch, torch.arange(len(batch)))
+        rows = self.local_rows(torch.arange(len(batch)), batch.lengths)
         values = policy.score(batch, {what}, rows=rows, micro_tokens=micro_tokens)[what]
         if self.is_single:
             return values

@@ -115,7 +115,7 @@ async def imitate(
     """
     batch = collate(rollout, weights, imitate=True if authors is None else authors)
     generator = torch.Generator().manual_seed(seed)
-    order = [rows for _ in range(epochs) for rows in minibatches(batch, minibatch, generator)]
+    order = [rows for _ in range(epochs) for rows in minibatches(batch.trajectory_index, minibatch, generator)]
     cancel = threading.Event()
     steps = imitation_steps(policy, map(batch.select, order), len(order), lr, cancel)
     out: list[Stats] = []

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from agentfly_kit import losses
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import BatchError, SettingsError, check_instance
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.ppo.config import PPOConfig
 from agentfly_kit.ppo.distributed import WorkerGroup
-from agentfly_kit.ppo.scoring import importance_weights, score
+from agentfly_kit.ppo.scoring import score
+from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import ImageSpan
 
 # Largest difference between logprobs of policy and sampler, in nats, at which old_logprobs="auto" uses the sampler's.
@@ -75,14 +78,21 @@ class StepInputs:
     def recompute(self, policy: Policy, config: PPOConfig, ranks: WorkerGroup) -> StepInputs:
         """Return a copy with old logprobs computed by the policy, which must not have been updated yet."""
         scored = score(policy, self.batch, "logprob", config, ranks)
-        mask = self.batch.mask
-        gap = float((scored[mask] - self.batch.logprobs[mask]).abs().max())
-        found = replace(self, old_logprobs=scored, sampler_gap=gap, is_provisional=False)
-        return found._with_weights(config)
+        gap = float((scored - self.batch.logprobs)[self.batch.mask].abs().max())
+        return replace(self, old_logprobs=scored, sampler_gap=gap, is_provisional=False)._with_weights(config)
 
     def _with_weights(self, config: PPOConfig) -> StepInputs:
-        weights, sample_size = importance_weights(self.batch, self.old_logprobs, config)
-        return replace(self, importance_weights=weights, effective_sample_size=sample_size)
+        """Return a copy with the importance weights of `PPOConfig.correction` and their effective sample size."""
+        if config.correction is None:
+            return self
+        options = config.correction_options()
+        mask, sampler = self.batch.mask, self.batch.logprobs
+        # The recorded logprobs are from before truncation, so divide by the kept mass.
+        if self.batch.kept_mass is not None:
+            sampler = sampler - torch.where(mask, self.batch.kept_mass, 1.0).log()
+        weights = losses.importance_weights(self.old_logprobs, sampler, mask, **options)
+        size = losses.effective_sample_size(weights, mask, level=options.get("level", "token"))
+        return replace(self, importance_weights=weights, effective_sample_size=float(size))
 
     def select(self, rows: Tensor, token_weight: Tensor, device: torch.device) -> MicroBatch:
         """Return the given rows as a micro-batch on `device`, without columns that are padding in all rows."""
@@ -140,7 +150,7 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
             f"token ids must be below {policy.vocab_size}, the vocabulary size of the policy, got {largest}; the batch "
             "was made with another tokenizer"
         )
-    _check_vocabulary(policy, batch)
+    _check_vocabulary(policy, batch.trajectories, batch.row_index)
     # Imitated tokens may not have been sampled by this policy, so they have no probability ratio.
     if batch.imitation:
         if config.loss != "reinforce" or config.old_logprobs != "engine":
@@ -171,17 +181,17 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
         )
 
 
-def _check_vocabulary(policy: Policy, batch: Batch) -> None:
+def _check_vocabulary(policy: Policy, trajectories: Sequence[Trajectory], row_index: Tensor) -> None:
     """Raise BatchError if the token ids of a trajectory belong to a different vocabulary than the policy's."""
     own = policy.chat.vocabulary
     remedy = "sample it with the chat of this policy, as af.envs.lookup.expert(policy) does"
-    for trajectory in batch.trajectories:
+    for trajectory in trajectories:
         if trajectory.vocabulary not in (None, own):
             raise BatchError(
                 f"trajectory {trajectory.id!r} was made with another tokenizer than that of the policy; {remedy}"
             )
     # For trajectories from older versions and other programs, compare the recorded token texts.
-    unknown = [row for row, t in zip(batch.rows, batch.trajectories, strict=True) if t.vocabulary is None]
+    unknown = [t.rows[i] for t, i in zip(trajectories, row_index.tolist(), strict=True) if t.vocabulary is None]
     recorded = {pair for row in unknown for pair in zip(row.ids.tolist(), row.token_texts, strict=True)}
     tokens = sorted({token for token, _ in recorded})
     texts = dict(zip(tokens, policy.chat.token_texts(tokens), strict=True))
@@ -193,8 +203,8 @@ def _check_vocabulary(policy: Policy, batch: Batch) -> None:
             )
 
 
-def minibatches(batch: Batch, size: int | None, generator: torch.Generator) -> list[Tensor]:
+def minibatches(trajectory_index: Tensor, size: int | None, generator: torch.Generator) -> list[Tensor]:
     """Return the row indices of random minibatches of `size` trajectories, or of all trajectories if it is None."""
-    trajectories = batch.trajectory_index.unique()
+    trajectories = trajectory_index.unique()
     order = trajectories[torch.randperm(len(trajectories), generator=generator)]
-    return [torch.isin(batch.trajectory_index, part).nonzero()[:, 0] for part in order.split(size or len(order))]
+    return [torch.isin(trajectory_index, part).nonzero()[:, 0] for part in order.split(size or len(order))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -75,17 +74,3 @@ def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> 
             "batch.replace(ref_logprobs=reference.score(batch, {'logprob'})['logprob'])"
         )
     return batch.token_rewards - coef * losses.kl(batch.logprobs, batch.ref_logprobs, kind, batch.mask)
-
-
-def importance_weights(batch: Batch, old_logprobs: Tensor, config: PPOConfig) -> tuple[Tensor | None, float]:
-    """Compute importance weights for `PPOConfig.correction`, (B, T), and their effective sample size as a fraction."""
-    if config.correction is None:
-        return None, math.nan
-    options = config.correction_options()
-    sampler = batch.logprobs
-    # The recorded logprobs are from before truncation, so divide by the kept mass.
-    if batch.kept_mass is not None:
-        sampler = sampler - torch.where(batch.mask, batch.kept_mass, 1.0).log()
-    weights = losses.importance_weights(old_logprobs, sampler, batch.mask, **options)
-    level = options.get("level", "token")
-    return weights, float(losses.effective_sample_size(weights, batch.mask, level=level))

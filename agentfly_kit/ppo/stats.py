@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentfly_kit import losses
 from agentfly_kit._display import Displayable
-from agentfly_kit.batch.batch import Batch
+from agentfly_kit.batch.batch import Batch, drop_counts
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
 from agentfly_kit.ppo.inputs import StepInputs, is_clipped
 
@@ -145,13 +145,23 @@ class PhaseTimer:
         self._at = now
 
 
-def explained_variance(batch: Batch) -> float:
-    """Return 1 - Var(returns - values) / Var(returns), or NaN if there are no values or the returns are constant."""
-    if batch.values is None or batch.returns is None:
-        return math.nan
-    returns, values = batch.returns[batch.mask], batch.values[batch.mask]
-    variance = float(returns.var()) if len(returns) > 1 else 0.0
-    return 1 - float((returns - values).var()) / variance if variance > 0 else math.nan
+def batch_stats(batch: Batch) -> dict[str, Any]:
+    """Return the fields of `Stats` that depend only on the batch."""
+    rewards = batch.rewards[batch.first_rows]
+    found = {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()) if len(rewards) > 1 else 0.0,
+        "advantage_mean": float(batch.advantages[batch.mask].mean()),
+        "rows": len(batch),
+        "tokens": int(batch.mask.sum()),
+        "dropped": drop_counts(batch.dropped),
+    }
+    if batch.values is not None and batch.returns is not None:
+        returns, values = batch.returns[batch.mask], batch.values[batch.mask]
+        variance = float(returns.var()) if len(returns) > 1 else 0.0
+        if variance > 0:
+            found["explained_variance"] = 1 - float((returns - values).var()) / variance
+    return found
 
 
 def token_detail(

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from agentfly_kit import losses
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
-from agentfly_kit.batch.batch import Batch, drop_counts
+from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import checks_keywords
 from agentfly_kit.policy.cpu import single_torch_thread, warn_if_bfloat16_is_slow
 from agentfly_kit.policy.forward import ForwardOutput
@@ -38,7 +38,7 @@ from agentfly_kit.ppo.inputs import (
 )
 from agentfly_kit.ppo.optimizer import check_optimizer, clip_and_step
 from agentfly_kit.ppo.scoring import precision, score, token_weights
-from agentfly_kit.ppo.stats import PhaseTimer, RunningStats, Stats, explained_variance, token_detail
+from agentfly_kit.ppo.stats import PhaseTimer, RunningStats, Stats, batch_stats, token_detail
 
 _DEFAULTS = PPOConfig()
 
@@ -91,7 +91,8 @@ def ppo_step(
     check_optimizer(policy, optimizer)
     check_batch(policy, batch, config, reference)
     ranks = WorkerGroup(accelerator or policy.accelerator)
-    ranks.check_same_batch(batch)
+    if not ranks.is_single:
+        ranks.check_same_batch(batch)
     loss = config.policy_loss()
     if config.autocast is not None:
         warn_if_bfloat16_is_slow(policy.device)
@@ -99,7 +100,7 @@ def ppo_step(
 
     # All processes draw the same minibatches from the same seed, and each computes some rows of every minibatch.
     generator = torch.Generator().manual_seed(seed)
-    schedule = [minibatches(batch, config.minibatch, generator) for _ in range(config.epochs)]
+    schedule = [minibatches(batch.trajectory_index, config.minibatch, generator) for _ in range(config.epochs)]
     phases = PhaseTimer()
 
     with single_torch_thread(policy):
@@ -146,7 +147,7 @@ def ppo_step(
             for rows in epoch:
                 # Compute token weights over the whole minibatch, so that its loss is the sum of the micro-batch losses.
                 weights = token_weights(batch, rows, config)
-                local = ranks.local_rows(batch, rows[live[rows]])
+                local = ranks.local_rows(rows[live[rows]], batch.lengths)
                 optimizer.zero_grad(set_to_none=True)
                 sums, gap = accumulate(inputs, local, weights)
                 if inputs.is_provisional:  # in the first minibatch
@@ -186,7 +187,6 @@ def ppo_step(
     entropy = float(batch.entropies[batch.mask].mean())  # NaN if the engine did not record all of them
     if needs_entropy and not entropies_known:
         entropy = last_epoch.per_token("entropy")
-    scored = batch.rewards[batch.first_rows]
     trained_groups, live_groups = (len(batch.groups[some].unique()) for some in (batch.mask.any(1), live))
     return Stats(
         loss=totals["loss"] / updates,
@@ -197,24 +197,18 @@ def ppo_step(
         clip_fraction=last_epoch["clipped"] / tokens,  # divide by all tokens, as skipped rows have no clipped tokens
         entropy=entropy,
         grad_norm=norms / updates,
-        explained_variance=explained_variance(batch),
         ratio_max=1 + totals["ratio"],
         effective_sample_size=inputs.effective_sample_size,
         sampler_gap=inputs.sampler_gap,
-        reward_mean=float(scored.mean()),
-        reward_std=float(scored.std()) if len(scored) > 1 else 0.0,
-        advantage_mean=float(batch.advantages[batch.mask].mean()),
         updates=updates,
-        rows=len(batch),
-        tokens=int(batch.mask.sum()),
         dropped_groups=trained_groups - live_groups,
-        dropped=drop_counts(batch.dropped),
         stopped_early=stopped,
         lr=float(optimizer.param_groups[0]["lr"]),
         seconds=time.perf_counter() - started,
         phases=phases.seconds,
         detail=after,
         batch=batch if detail else None,
+        **batch_stats(batch),
     )
 
 
