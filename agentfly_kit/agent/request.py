@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -47,20 +47,10 @@ class RolloutRequest:
         """Return the request for the group of one task, with the ids and seeds of the whole rollout."""
         return dataclasses.replace(self, share=(number, len(self.tasks)))
 
-    @property
-    def group_ids(self) -> list[str]:
-        """Group id for each task. A task that occurs repeatedly has several groups with different seeds."""
-        seen: dict[str, int] = {}
-        ids = []
-        for task in self.tasks:
-            count = seen[task.id] = seen.get(task.id, 0) + 1
-            ids.append(f"{self.purpose}-{self.index}:{task.id}" + (f"~{count}" if count > 1 else ""))
-        return ids
-
     def plan(self) -> list[tuple[Task, ChainKey]]:
         """Return the task and the key of every chain to run, in order. With `branch`, these are the initial chains."""
         size = self.group_size if self.branch is None else self.branch.num_initial(self.group_size)
-        ids = self.group_ids
+        ids = group_ids(self.tasks, self.index, self.purpose)
         return [
             (self.tasks[number], ChainKey(self.purpose, self.index, ids[number], chain))
             for number in self.numbers
@@ -107,6 +97,16 @@ class RolloutRequest:
             # Render the first prompt here, so that an error is raised if the template rejects every task. If the
             # template rejects only a later task, the error is recorded in the trajectories of that task.
             agent.chat.prompt(agent.opening(self.tasks[0]), agent.tools.schemas)
+
+
+def group_ids(tasks: Iterable[Task], index: int, purpose: str) -> list[str]:
+    """Return the group id of each task. A task that occurs repeatedly has several groups with different seeds."""
+    seen: dict[str, int] = {}
+    ids = []
+    for task in tasks:
+        count = seen[task.id] = seen.get(task.id, 0) + 1
+        ids.append(f"{purpose}-{index}:{task.id}" + (f"~{count}" if count > 1 else ""))
+    return ids
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,8 @@ class RolloutHandle(Handle[Rollout], Displayable):
         # With `branch`: `_unbegun` has the task and first key of each group that has not begun; `_branching` maps the
         # ids of all other groups to the groups.
         self._unbegun = deque([(t, key) for t, key in self._planned if key.chain == 0] if request.branch else [])
-        self._num_free = request.groups_at_once(agent)  # number of further groups that may begin now
+        # With `branch`: number of further groups that may begin now.
+        self._num_free = request.groups_at_once(agent) if request.branch else 0
         self._branching: dict[str, BranchGroup] = {}
         self._forks_refused = 0
         # `_running` contains the chains in progress, and `_forking` those that are waiting for sandboxes to fork.
@@ -93,8 +94,9 @@ class RolloutHandle(Handle[Rollout], Displayable):
 
     @property
     def total(self) -> int:
-        request = self._request
-        return len(self._planned) if request.branch is None else len(request.numbers) * request.group_size
+        if self._request.branch is None:
+            return len(self._planned)
+        return len(self._request.numbers) * self._request.group_size
 
     @property
     def partial(self) -> Rollout:

@@ -1,4 +1,4 @@
-"""`Batch`: rows of trajectories as tensors, with a record of the excluded trajectories and rows."""
+"""`Batch`, which holds rows of trajectories as tensors and lists the excluded trajectories and rows."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Dropped(Displayable):
         trajectory: Id of the trajectory.
         reason: Reason for the exclusion.
         row: Index of the excluded row; None if all rows are excluded.
-        filtered: True if a filter excluded it; False if it cannot be trained on.
+        filtered: True if a filter excluded the trajectory; False if the trajectory or row cannot be trained on.
     """
 
     trajectory: str
@@ -46,25 +46,25 @@ class Dropped(Displayable):
 
 
 def drop_counts(dropped: Iterable[Dropped]) -> dict[str, int]:
-    """Return the number of trajectories of which all rows are excluded, keyed by reason."""
+    """Return the number of trajectories without any row in the batch, keyed by the reason for their exclusion."""
     return dict(Counter(item.reason for item in dropped if item.row is None))
 
 
 @dataclass(frozen=True, eq=False)
 class Batch(Displayable):
-    """B rows, padded on the right to T tokens. The rows of a trajectory are in the order in which they were created.
+    """B rows, padded on the right to T tokens. The rows of each trajectory are in order of creation.
 
     Attributes:
         trajectories: The trajectory of each row.
         ids: (B, T) int64 token ids; 0 on padding.
         attention: (B, T) bool: True at tokens, False on padding.
-        mask: (B, T) bool: True at tokens to train on, which were sampled by the policy.
+        mask: (B, T) bool: True at the tokens to train on, which the policy sampled unless `imitation` is True.
         logprobs: (B, T) float32: logprobs recorded by the sampling engine, in nats; NaN where the mask is 0.
-        entropies: (B, T) float32: entropies recorded by the sampling engine, in nats; NaN where not recorded.
+        entropies: (B, T) float32: entropies recorded by the sampling engine, in nats; NaN where none was recorded.
         advantages: (B, T) float32: advantages; NaN where the mask is 0.
-        token_rewards: (B, T) float32: turn rewards at the last token of the turn that earned them, plus the trajectory
-            reward at the last action token; 0 at other action tokens, NaN where the mask is 0.
-        rewards: (B,) float32: reward of the trajectory, the same in all of its rows.
+        token_rewards: (B, T) float32: turn rewards, each at the last token of the turn that earned it, plus the
+            trajectory reward at the last action token; 0 at other action tokens, NaN where the mask is 0.
+        rewards: (B,) float32: reward of the trajectory, which is the same for all of its rows.
         groups: (B,) int64: index of the group.
         trajectory_index: (B,) int64: index of the trajectory in the batch.
         row_index: (B,) int64: index of the row within its trajectory.
@@ -74,13 +74,14 @@ class Batch(Displayable):
         truncated: (B,) bool: True for the last row of a trajectory that was cut off by a limit.
         returns: (B, T): targets of the value loss.
         values: (B, T): values that the value head predicted before the update.
-        kept_mass: (B, T): probability mass kept by top-p, top-k, min-p or a constraint; None without them.
+        kept_mass: (B, T): probability mass kept by top-p, top-k, min-p or a constraint; None if no row was sampled
+            under any of these.
         ref_logprobs: (B, T): logprobs under the reference policy.
-        row_keys: (B, T) int64: keys by which rows share computation (`Row.keys`); None if these are the ids, because no
-            row has images.
+        row_keys: (B, T) int64: keys that determine which rows share computation (`Row.keys`); None if no row has
+            images, in which case the ids are the keys.
         dropped: Excluded trajectories and rows, with reasons.
         imitation: Whether the batch was created with `collate(imitate=)`. If so, the mask is True at imitated tokens,
-            which need no logprobs, and `advantages` are their weights.
+            which need no logprobs, and `advantages` contains the weights of these tokens.
     """
 
     trajectories: tuple[Trajectory, ...] = field(repr=False)
@@ -112,7 +113,7 @@ class Batch(Displayable):
 
     @property
     def rows(self) -> tuple[Row, ...]:
-        """The trajectory row for each batch row."""
+        """Rows of the trajectories, in the order of the batch."""
         pairs = zip(self.trajectories, self.row_index.tolist(), strict=True)
         return tuple(t.rows[i] for t, i in pairs)
 
@@ -123,7 +124,7 @@ class Batch(Displayable):
 
     @property
     def first_rows(self) -> Tensor:
-        """Index of the first row of each trajectory, int64, for statistics that count each trajectory once."""
+        """Indices of the first row of each trajectory, int64, for statistics that count each trajectory once."""
         return torch.from_numpy(np.sort(np.unique(self.trajectory_index.numpy(), return_index=True)[1]))
 
     def check(self) -> None:
@@ -146,7 +147,7 @@ class Batch(Displayable):
         column = torch.arange(shape[1])
         requirements = [
             ("mask must be False on padding", self.mask & (column >= self.lengths[:, None])),
-            ("mask must be False at position 0, which nothing predicts", self.mask & (column == 0)),
+            ("mask must be False at position 0, which is never predicted", self.mask & (column == 0)),
             ("ids must not be negative", self.ids < 0),
             ("temperatures must be above 0", ~(self.temperatures > 0)),
         ]
@@ -182,7 +183,7 @@ class Batch(Displayable):
         return replace(self, **changes)
 
     def select(self, rows: Tensor) -> Batch:
-        """Return a batch that contains the rows with the given indices, (n,) int64, in this order."""
+        """Return a batch of the rows with the given indices, (n,) int64, in the order of the indices."""
         tensors = {name: getattr(self, name) for name in (*_ROW_FIELDS, *_PADDING)}
         chosen: dict[str, Any] = {name: x[rows] for name, x in tensors.items() if x is not None}
         return replace(self, trajectories=tuple(self.trajectories[i] for i in rows.tolist()), **chosen)
@@ -193,7 +194,7 @@ class Batch(Displayable):
 
 
 def join(batches: Sequence[Batch]) -> Batch:
-    """Concatenate batches. Groups and trajectories stay distinct. Optional fields are kept if all batches have them."""
+    """Concatenate batches. Groups and trajectories stay distinct. Optional fields that any batch lacks are dropped."""
     width = max(b.ids.shape[1] for b in batches)
     out: dict[str, Any] = {}
     for name in (*_ROW_FIELDS, *_PADDING):

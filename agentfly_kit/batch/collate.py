@@ -38,7 +38,7 @@ class _TrainedRow:
     mask: npt.NDArray[np.bool_]  # True at trained tokens
     token_rewards: npt.NDArray[np.float32]
     trajectory_index: int
-    is_last: bool  # whether it is the last row of its trajectory in the batch
+    is_last: bool  # whether no later row of its trajectory is in the batch
     unit: int  # index of the row's reward in the input of the estimator
 
 
@@ -59,27 +59,29 @@ def collate(
 
     Args:
         rollout: A rollout, a trajectory, or an iterable of trajectories.
-        advantages: A function of (rewards, groups), such as `advantages.grpo`, or a tensor. The function is called with
-            tensors of shape (N,) for all N trajectories, with NaN for missing rewards, and returns N advantages. A
-            tensor has shape (N,), or (B, T) for the B kept rows. With per="trajectory", both may have shape (N, K),
-            with one advantage per sampled turn, as in `gigpo`; see `turn_data`. None sets all advantages to NaN.
-        per: "trajectory" assigns the advantage of a trajectory to all of its rows. "row", as in verl, treats every row
-            as a separate trajectory with the same reward when calling the function; N is then the number of rows.
+        advantages: A function of (rewards, groups), such as `advantages.grpo`, or a tensor. The function receives the
+            rewards and groups of all N trajectories as tensors of shape (N,), with NaN for missing rewards, and returns
+            N advantages. A tensor has the shape (N,), or (B, T) for the B kept rows. With per="trajectory", the tensor
+            or the result of the function may have the shape (N, K), with one advantage per sampled turn, as in `gigpo`;
+            see `turn_data`. None sets all advantages to NaN.
+        per: "trajectory" assigns the advantage of a trajectory to all of its rows. "row", as in verl, passes every row
+            to the function as a separate trajectory with the same reward; N is then the number of rows.
         authors: Authors whose sampled tokens are trained on. None trains on all sampled tokens. Turn rewards earned by
             other authors are ignored.
         imitate: Authors whose actions are imitated, whether sampled or not; True means all authors. The mask is then 1
-            at the tokens of these actions, and `advantages` are weights of at least 0, by default 1. They may not have
-            the shape (N, K), because imitated turns need not be sampled. Trajectories without a reward are included
-            unless they ended with an error; those with weight 0 are dropped. For rejection sampling, pass
-            advantages=lambda r, g: (r > 0).float(). Train on the batch with `imitation_step`.
-        truncated: How to treat trajectories that were cut off by a limit. "score" trains on them. "mask" excludes their
-            rows after the advantages have been computed. "penalty" first subtracts `penalty` from their reward.
-            "bootstrap" is the same as "score"; use it with estimators that receive the value of the state at the cut,
-            such as `advantages.gae(bootstrap=)`; see `Policy.bootstrap_values`.
+            at the tokens of these actions, and `advantages` are weights of at least 0, by default 1. Weights of shape
+            (N, K) are not supported, because imitated turns need not be sampled. Trajectories without a reward are
+            included unless they ended with an error. Trajectories with weight 0 are dropped. For rejection sampling,
+            pass advantages=lambda r, g: (r > 0).float(). Train on the batch with `imitation_step`.
+        truncated: Treatment of trajectories that were cut off by a limit. "score" trains on these trajectories. "mask"
+            excludes their rows after the advantages have been computed. "penalty" subtracts `penalty` from their
+            rewards before the advantages are computed. "bootstrap" has the same effect as "score" and is for estimators
+            that receive the value of the state at the cut, such as `advantages.gae(bootstrap=)`; see
+            `Policy.bootstrap_values`.
         penalty: Amount subtracted with truncated="penalty", in units of reward.
         allow_truncated_sampling: Whether to accept rows sampled under top-p, top-k, min-p or a constraint. By default,
-            they are rejected, because their probability ratios would be wrong by a factor equal to the kept probability
-            mass. If True, this mass is stored for `PPOConfig(correction=)`.
+            such rows are rejected, because their probability ratios would be wrong by a factor equal to the kept
+            probability mass. If True, the kept mass is stored for `PPOConfig(correction=)`.
         filters: Filters that exclude further trajectories; see `af.filters`. An excluded trajectory is treated as
             unscored and does not contribute to any mean.
 
@@ -98,7 +100,7 @@ def collate(
     check_choice("per", per, AdvantagePer)
     imitates = imitate if isinstance(imitate, bool) else imitate is not None
     if imitates and authors is not None:
-        raise SettingsError(f"authors must be None with imitate={imitate!r}, which names the authors to imitate")
+        raise SettingsError(f"authors must be None with imitate={imitate!r}; pass the authors to imitate as imitate=")
     if isinstance(advantages, str):
         raise SettingsError(
             f"advantages must be a function such as af.advantages.grpo, or one number per {per}, got {advantages!r}"
@@ -145,7 +147,7 @@ def collate(
         num_kept += 1
     if not rows:
         reasons = "; ".join(sorted({d.reason for d in dropped}))
-        remedy = "; to imitate them, use collate(imitate=True)" if "actions written by" in reasons else ""
+        remedy = "; to imitate these actions, use collate(imitate=True)" if "actions written by" in reasons else ""
         raise EmptyBatch(f"none of {len(given)} trajectories can be trained on: {reasons}{remedy}", tuple(dropped))
 
     # Pad the rows on the right with NumPy, because assigning to slices of tensors takes ten times as long.
@@ -167,7 +169,7 @@ def collate(
         entropies[i, :n] = r.row.entropies
         kept_mass[i, :n] = r.row.kept_mass
         per_token[i, :n] = r.token_rewards
-    # Rows contain versions and logprobs of all sampled tokens. Remove those of tokens that are not trained on.
+    # Rows contain the values of all sampled tokens. Remove the values of tokens that are not trained on.
     versions[~mask] = -1
     logprobs[~mask] = entropies[~mask] = np.nan
     kept_mass = np.where(mask, np.nan_to_num(kept_mass, nan=1.0), np.nan)
@@ -211,7 +213,7 @@ def collate(
 
 
 def refuse_turn_rewards(trajectories: Iterable[Trajectory]) -> None:
-    """Raise BatchError if a turn has a nonzero reward, which an outcome estimator would ignore."""
+    """Raise BatchError if a turn has a nonzero reward, because an outcome estimator would ignore the reward."""
     for t in trajectories:
         for i, turn in enumerate(t.turns):
             if turn.reward:
@@ -255,7 +257,7 @@ def _author_names(
         what = (
             "imitate must be True or names of authors of actions"
             if imitate
-            else ("authors must be names of authors whose tokens were sampled")
+            else "authors must be names of authors whose tokens were sampled"
         )
         raise BatchError(f"{what} ({known}), got {authors!r}")
     return names
@@ -266,7 +268,7 @@ def _not_sampled(names: tuple[str, ...]) -> str:
 
 
 def _not_imitable_reason(t: Trajectory, masks: list[npt.NDArray[np.bool_]], truncated: TruncationMode) -> str | None:
-    """Return the reason why a trajectory is excluded from an imitation batch, or None if it is kept."""
+    """Return the reason for excluding a trajectory from an imitation batch, or None to keep the trajectory."""
     if t.stop == "error":
         return f"unscored ({t.error.where if t.error else t.stop})"
     if not any(mask.any() for mask in masks):
@@ -277,7 +279,7 @@ def _not_imitable_reason(t: Trajectory, masks: list[npt.NDArray[np.bool_]], trun
 def _unusable_reason(
     t: Trajectory, names: tuple[str, ...], truncated: TruncationMode, allow_truncated_sampling: bool
 ) -> str | None:
-    """Return the reason why a trajectory is excluded from the batch, or None if it is kept."""
+    """Return the reason for excluding a trajectory from the batch, or None to keep the trajectory."""
     if t.reward is None:
         ended = t.stop if t.stop in UNSCORED_STOPS else "no reward returned a number"
         return f"unscored ({t.error.where if t.error else ended})"
@@ -311,10 +313,10 @@ def _is_truncated(t: Trajectory) -> bool:
 
 
 def _token_rewards(t: Trajectory, masks: list[npt.NDArray[np.bool_]]) -> list[npt.NDArray[np.float32]]:
-    """Return the token rewards (T,) of each row of T tokens: 0 at tokens without reward, NaN where the mask is 0.
+    """Return the token rewards of each row, (T,), with 0 at tokens without a reward and NaN where the mask is 0.
 
     The reward of a turn is assigned to the last token of the turn that earned it (`credited_turn`), and is ignored if
-    that token is not trained on. The reward of the trajectory is assigned to its last token with mask 1.
+    that token is not trained on. The reward of the trajectory is assigned to the last token that is trained on.
     """
     out = [np.where(mask, np.float32(0), np.float32(np.nan)) for mask in masks]
     # Find the row and the column of the last token of each turn.
@@ -341,7 +343,7 @@ def _advantages_per_token(
     if values.ndim == 2 and len(values) == num_units and per == "trajectory" and not batch.imitation:
         return _turn_advantages_per_token(batch, values, units)
     if tuple(values.shape) != (num_units,):
-        # Imitated turns need not be sampled.
+        # Do not offer the shape (N, K) for imitation, because imitated turns need not be sampled.
         per_turn = f", ({num_units}, K) (one per sampled turn, only with per='trajectory')"
         raise AlignmentError(
             f"{'weights (advantages)' if batch.imitation else 'advantages'} must have the shape ({num_units},) (one "
@@ -357,10 +359,10 @@ def _turn_advantages_per_token(batch: Batch, values: Tensor, units: list[int]) -
         turns = sampled_turn_indices(t)
         if len(turns) > values.shape[1]:
             raise AlignmentError(
-                f"advantages must have a column per sampled turn, got {tuple(values.shape)}, but trajectory {t.id!r} "
+                f"advantages must have one column per sampled turn, got {tuple(values.shape)}, but trajectory {t.id!r} "
                 f"has {len(turns)} sampled turns; see `turn_data`"
             )
-        # Find the column of `values` for each token. Unsampled tokens get an arbitrary column, as they are masked.
+        # Find the column of `values` for each token. Unsampled tokens are masked and get an arbitrary column.
         columns = np.searchsorted(turns, row.turn_index, side="right") - 1
         out[i, : len(row)] = values[unit][torch.from_numpy(columns)]
     return out

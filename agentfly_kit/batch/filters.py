@@ -1,7 +1,7 @@
 """Filters that exclude scored trajectories from training.
 
-A filter is a function that returns the reason for exclusion (a string), or None to keep its argument. It is called with
-each trajectory if defined as `def f(trajectory)`, or with each group if defined as `def f(group)`. An excluded
+A filter is a function that returns the reason for exclusion (a string), or None to keep its argument. A filter defined
+as `def f(trajectory)` is called with each trajectory, and one defined as `def f(group)` with each group. An excluded
 trajectory is treated as unscored. To exclude only the tokens of truncated trajectories from the loss, as in DAPO, use
 `collate(truncated="mask")`.
 """
@@ -20,7 +20,7 @@ __all__ = ["drop_reasons", "equal_rewards", "overlong"]
 
 
 def equal_rewards(group: Group) -> str | None:
-    """Exclude groups whose scored rewards are all equal, such as those with a single scored trajectory.
+    """Exclude groups whose scored rewards are all equal, such as groups with a single scored trajectory.
 
     Without this filter, the advantages of such a group are exactly 0, but its tokens still count in the denominator of
     a token mean. `TrainConfig(refill=)` samples other groups to replace the excluded ones.
@@ -47,7 +47,7 @@ def overlong(tokens: int | None = None) -> Filter:
 
 
 def is_group_filter(filter: Filter) -> bool:
-    """Return True if the filter's parameter is named `group`, False if `trajectory`; otherwise raise SettingsError."""
+    """Return True for filters of groups, and False for filters of trajectories. Raise SettingsError for others."""
     try:
         required = [p.name for p in inspect.signature(filter).parameters.values() if p.default is p.empty]
     except (TypeError, ValueError):
@@ -65,7 +65,7 @@ def _name(filter: Filter) -> str:
 
 
 def drop_reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) -> dict[str, str]:
-    """Apply all filters to the scored trajectories. Return the first reason for each exclusion, by trajectory id."""
+    """Apply all filters to the scored trajectories. Return the first reason for each excluded trajectory, by id."""
     scored = [t for t in trajectories if t.reward is not None]
     groups: dict[str, list[Trajectory]] = {}
     for t in scored:

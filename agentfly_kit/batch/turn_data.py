@@ -18,10 +18,10 @@ _turn_content = operator.attrgetter("kind", "author", "ids", "images", "sampled"
 
 @dataclass(frozen=True, repr=False)
 class TurnData(Displayable):
-    """Inputs of `advantages.gigpo` and `advantages.arpo`: a tuple per trajectory, with one entry per sampled turn.
+    """Inputs of `advantages.gigpo` and `advantages.arpo`, with one entry for each sampled turn of each trajectory.
 
     Attributes:
-        turn_rewards: Reward earned by each turn. The last one includes the trajectory's reward, and is None if the
+        turn_rewards: Reward earned by each turn. The last reward includes that of the trajectory, and is None if the
             trajectory is unscored.
         states: State at the beginning of each turn.
         turn_ids: Id of each turn. Turns that forked chains have in common have the same id.
@@ -52,13 +52,13 @@ def sampled_turn_indices(trajectory: Trajectory) -> tuple[int, ...]:
 
 
 def credited_turn(trajectory: Trajectory, index: int) -> int:
-    """Return the index of the turn that earned the reward of turn `index`: the last turn sampled at or before it."""
+    """Return the index of the turn that earned the reward of turn `index`, the last sampled turn up to `index`."""
     for i in range(index, -1, -1):
         if trajectory.turns[i].sampled and trajectory.turns[i].ids:
             return i
     raise BatchError(
         f"trajectory {trajectory.id!r}: turn {index} has a reward of {trajectory.turns[index].reward:g}, but neither "
-        "it nor any earlier turn was sampled"
+        "this turn nor any earlier one was sampled"
     )
 
 
@@ -90,7 +90,7 @@ def turn_data(
 
     Raises:
         ValueError: If the number of rewards differs from the number of trajectories.
-        BatchError: If a turn has a reward, but neither it nor any earlier turn was sampled.
+        BatchError: If a turn has a reward, but neither this turn nor any earlier one was sampled.
     """
     trajectories = as_trajectories(rollout)
     outcomes = [t.reward for t in trajectories] if rewards is None else list(rewards)
@@ -103,7 +103,7 @@ def turn_data(
 
 
 def _rewards_by_turn(t: Trajectory, sampled: tuple[int, ...], outcome: float | None) -> tuple[float | None, ...]:
-    """Return the total reward of each sampled turn, with `outcome` added to the last, or None if it is unscored."""
+    """Return the total reward of each sampled turn. The last includes `outcome`, or is None if `outcome` is None."""
     earned = dict.fromkeys(sampled, 0.0)
     for i, turn in enumerate(t.turns):
         if turn.reward is not None:
@@ -117,7 +117,7 @@ def _rewards_by_turn(t: Trajectory, sampled: tuple[int, ...], outcome: float | N
 def _turn_ids(trajectories: list[Trajectory], sampled: list[tuple[int, ...]]) -> tuple[tuple[Hashable, ...], ...]:
     """Assign an id to each sampled turn.
 
-    The last turn of a trajectory is never shared, even if a fork happens to sample the same turns.
+    The last turn of a trajectory always has an id of its own, even if a fork samples the same turns.
     """
     out: list[tuple[Hashable, ...]] = []
     for n, (numbers, at) in enumerate(zip(_number_turns(trajectories), sampled, strict=True)):
@@ -126,7 +126,7 @@ def _turn_ids(trajectories: list[Trajectory], sampled: list[tuple[int, ...]]) ->
 
 
 def executed_calls(rollout: Any) -> int:
-    """Return the total number of tool calls that ran. A call in a turn that forked chains have in common counts once.
+    """Return the total number of tool calls that ran. A call in a turn that forked chains share counts once.
 
     Args:
         rollout: A rollout, a trajectory, or an iterable of trajectories.
@@ -139,11 +139,11 @@ def executed_calls(rollout: Any) -> int:
 
 
 def _number_turns(trajectories: Iterable[Trajectory]) -> list[list[int]]:
-    """Number the turns of all trajectories. Equal leading turns of the forks of a chain get the same number.
+    """Number the turns of all trajectories. Equal leading turns of forks of the same chain get the same number.
 
     Turns are equal if they are the same object or have equal content and seeds, for example after loading a file.
     """
-    # A turn is identified by its content and the number of the preceding turn, or the chain if it is the first turn.
+    # A turn is identified by its content and the number of the preceding turn, or the chain for a first turn.
     known: dict[Hashable, int] = {}
     numbered = []
     for t in trajectories:

@@ -1,9 +1,9 @@
-"""Loss functions: per-token losses from logprobs and advantages, and `aggregate`, which reduces them to a scalar.
+"""Loss functions of logprobs and advantages, and `aggregate`, which reduces per-token losses to a scalar.
 
-They are pure functions of tensors, independent of the policy, the optimizer, and how a batch is split. Per-token values
-have the shape (B, T) for B rows of T tokens, or (T,) for one row; the logprob at index t is that of token t. Where the
-mask is 0, results are 0, and inputs are replaced *before* any subtraction or exp, so that NaN or inf at tokens that
-were not sampled affects neither values nor gradients. Half-precision inputs yield results in float32.
+All losses are pure functions of tensors, independent of the policy, the optimizer, and the split of a batch. Per-token
+values have the shape (B, T) for B rows of T tokens, or (T,) for one row. The logprob at index t is that of token t.
+Where the mask is 0, results are 0, and inputs are replaced *before* any subtraction or exp. Therefore, NaN or inf at
+tokens that were not sampled affects neither values nor gradients. Half-precision inputs yield results in float32.
 
 Losses are to be minimized. A policy loss has the unit of the advantage, and a KL is in nats per token. All policy
 losses have the signature f(logprobs, old_logprobs, advantages, mask, ...). Advantages have the shape (B, T), or (B,) if

@@ -17,10 +17,10 @@ BeyondBounds: TypeAlias = Literal["truncate", "mask"]
 
 
 def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", mask: Tensor | None = None) -> Tensor:
-    """Estimate KL(policy || reference) at each token sampled from the policy, given its logprobs under both models.
+    """Estimate KL(policy || reference) at each token sampled from the policy, from the logprobs of both models.
 
-    With d = logprobs - ref_logprobs, "k1" is d, "abs" is |d|, "k2" is d²/2, and "k3" is exp(-d) - 1 + d; "k3+" has the
-    value of k3 and the gradient of k2. The values of k1 and k3 are unbiased; only k2 (and hence k3+) has the gradient
+    With d = logprobs - ref_logprobs, "k1" is d, "abs" is |d|, "k2" is d²/2, and "k3" is exp(-d) - 1 + d. "k3+" has the
+    value of k3 and the gradient of k2. The values of k1 and k3 are unbiased. Only k2, and hence k3+, has the gradient
     of the KL in expectation. The expected gradient of k1 is 0, so k1 is suitable as part of a reward, but only adds
     noise to a loss.
 
@@ -35,8 +35,8 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", mask: Tensor
     if kind == "k1":
         if d.requires_grad:
             warnings.warn(
-                "kl(kind='k1') in a loss: the expected gradient of k1 is 0, so it adds noise, but no pull to the "
-                "reference; use kind='k2' or 'k3+', or put k1 in the reward (under torch.no_grad())",
+                "kl(kind='k1') in a loss only adds noise, because the expected gradient of k1 is 0; use kind='k2' or "
+                "'k3+', or use k1 in the reward (under torch.no_grad())",
                 UserWarning,
                 stacklevel=2,
             )
@@ -51,7 +51,7 @@ def kl(logprobs: Tensor, ref_logprobs: Tensor, kind: KLKind = "k3", mask: Tensor
 
 
 def adaptive_kl_coef(coef: float, kl: float, *, target: float, steps: float, horizon: float = 10_000) -> float:
-    """Return a KL coefficient slightly above `coef` if the measured KL exceeds its target, or slightly below otherwise.
+    """Return a KL coefficient slightly above `coef` if the measured KL exceeds its target, and slightly below if not.
 
     The result is coef * (1 + clip(kl / target - 1, -0.2, 0.2) * steps / horizon), where `steps` is the number of
     trajectories since the previous adjustment.
@@ -64,9 +64,9 @@ def adaptive_kl_coef(coef: float, kl: float, *, target: float, steps: float, hor
 
 @torch.no_grad()
 def approx_kl(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    """Estimate KL(old || new) from samples of the old policy: the mean over action tokens of ratio - 1 - log(ratio).
+    """Estimate KL(old || new) from samples of the old policy by the mean of ratio - 1 - log(ratio) over action tokens.
 
-    Shapes:  each (B rows, T tokens) -> (). Never negative.
+    Shapes:  each (B rows, T tokens) -> (), never negative.
     Units:   nats per token.
     Source:  Schulman, "Approximating KL divergence" (2020), where this estimator is called k3.
     """
@@ -85,11 +85,11 @@ def importance_weights(
     floor: float = 0.0,
     beyond: BeyondBounds = "truncate",
 ) -> Tensor:
-    """Return importance weights: the probability of each token in the trainer divided by that in the sampler.
+    """Return importance weights, the ratios of the token probabilities in the trainer to those in the sampler.
 
-    level="token" weights each token by its own ratio; "sequence" weights all tokens of a row by the product of their
-    ratios, which is unbiased before truncation but has a much higher variance. Weights outside of [floor, cap] are
-    clamped with beyond="truncate", or set to 0 with "mask", which drops the token or row. Multiply the loss by them.
+    level="token" weights each token by its own ratio. "sequence" weights all tokens of a row by the product of their
+    ratios, which is unbiased before truncation but has a much higher variance. Weights outside [floor, cap] are clamped
+    with beyond="truncate", or set to 0 with "mask", which drops the token or row. Multiply the loss by the weights.
 
     Shapes:  each (B rows, T tokens) -> (B, T), 0 where the mask is 0, without gradient.
     Source:  Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025), for truncated
@@ -108,9 +108,9 @@ def importance_weights(
 
 @torch.no_grad()
 def effective_sample_size(weights: Tensor, mask: Tensor, *, level: WeightLevel = "token") -> Tensor:
-    """Return the effective sample size as a fraction of the sample: (sum w)^2 / (n sum w^2), 1 for equal weights.
+    """Return the effective sample size as a fraction of the sample, (sum w)^2 / (n sum w^2). Equal weights give 1.
 
-    With level="sequence", w is the common weight of all tokens of a row, and n the number of rows with action tokens.
+    With level="sequence", w is the common weight of a row's tokens, and n is the number of rows with action tokens.
 
     Shapes:  weights and mask (B rows, T tokens) -> ().
     Units:   fraction of action tokens or rows; 0 if all weights are 0.

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from agentfly_kit.errors import check_shape
 
-# Maximum absolute value to which log ratios are clamped, because an infinite ratio times the zero gradient of a clipped
-# token would be NaN. Clamped ratios have no gradient. For PPO, this matters only if the advantage is negative and the
-# ratio exceeds exp(20) = 5e8, because such tokens are not clipped.
+# Maximum absolute value of log ratios. Larger values are clamped, because an infinite ratio times the zero gradient of
+# a clipped token would be NaN. Clamped ratios have no gradient. For PPO, the missing gradient matters only if the
+# advantage is negative and the ratio exceeds exp(20) = 5e8, because such tokens are not clipped.
 MAX_LOG_RATIO = 20.0
 
 
@@ -33,7 +33,7 @@ def masked(x: Tensor, mask: Tensor, name: str) -> Tensor:
 def prepare(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return clamped log ratios (logprobs - old_logprobs) and advantages, 0 where the mask is 0, and the bool mask."""
+    """Return clamped log ratios (logprobs - old_logprobs) and advantages, both 0 where the mask is 0, and the mask."""
     m = as_bool_mask(mask, logprobs)
     d = masked(logprobs, m, "logprobs") - masked(old_logprobs, m, "old_logprobs")
     return d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO), masked(advantages, m, "advantages"), m

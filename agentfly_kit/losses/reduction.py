@@ -30,7 +30,7 @@ def aggregate(
     empty_rows: EmptyRows = "exclude",
     count: Count = "trajectories",
 ) -> Tensor:
-    """Reduce per-token losses to a scalar, in one of these modes:
+    """Reduce per-token losses to a scalar with one of these modes:
 
     token_mean           sum / number of action tokens; long rows have more weight.
     seq_mean_token_mean  mean over rows of each row's mean; all rows have equal weight.
@@ -38,14 +38,14 @@ def aggregate(
     fixed                sum / (rows x denominator), where denominator is a fixed number of tokens per row (Dr.GRPO).
     trajectory_mean      mean over trajectories of each trajectory's mean over action tokens.
 
-    Padding does not affect the result. It is linear in the losses, so its gradient is the weight of each token. To
-    split a minibatch into micro-batches, compute the weights for the whole minibatch, then sum weight * loss.
+    Padding does not affect the result. The result is linear in the losses, so its gradient is the weight of each token.
+    To split a minibatch into micro-batches, compute the weights for the whole minibatch, then sum weight * loss.
 
     With empty_rows="count" (TRL, SkyRL), the number of rows includes rows without action tokens, which "exclude" (verl)
-    omits. With trajectory_mean, count="rows" divides by the number of rows instead of trajectories (Agent Lightning).
+    omits. With trajectory_mean, count="rows" divides by the number of rows, not of trajectories (Agent Lightning).
 
     Shapes:  per_token, mask (B rows, T tokens) or (T,); trajectory_index (B,) ints or strings -> ().
-    Raises:  SettingsError if an option is incompatible with `how`. If there are no action tokens, warns and returns 0.
+    Raises:  SettingsError if an option is incompatible with `how`. Warns and returns 0 if there are no action tokens.
     Source:  DAPO, arXiv 2503.14476, 3.3 (token mean); arXiv 2503.20783, 3.2 (fixed); Agent Lightning
              v1 (trajectory mean).
     """
@@ -68,7 +68,7 @@ def aggregate(
     elif how == "seq_mean_token_mean":
         numerator = (row_sum / tokens.clamp(min=1)).sum()
     elif how == "trajectory_mean":
-        # Divide each token by the number of tokens in its trajectory, which may have several rows.
+        # Divide the loss of each token by the number of tokens in its trajectory, which may have several rows.
         ids = trajectory_index.cpu() if isinstance(trajectory_index, Tensor) else trajectory_index
         trajectories, inverse = np.unique(np.asarray(ids), return_inverse=True)
         index = torch.from_numpy(inverse).to(m.device)

@@ -26,10 +26,10 @@ def ppo(
     """Clipped surrogate loss -min(ratio A, clip(ratio, 1 - clip, 1 + clip_high) A), where A is the advantage.
 
     `clip_high` defaults to `clip`; a larger value yields the clip-higher of DAPO. With dual_clip=c (> 1), the loss of a
-    token with a negative advantage is at most c |A|; by default it is unbounded.
+    token with a negative advantage is at most c |A|. By default, the loss is unbounded.
 
     Shapes:  each (B rows, T tokens); advantages may be (B,), one per row -> (B, T).
-    Units:   those of the advantage.
+    Units:   same as the advantage.
     Source:  PPO, arXiv 1707.06347, eq. 7; clip-higher: DAPO, arXiv 2503.14476, 3.1; dual clip: arXiv 1912.09729, eq. 5.
     """
     high = clip if clip_high is None else clip_high
@@ -63,7 +63,7 @@ def clipped(
 
 
 def reinforce(logprobs: Tensor, old_logprobs: Tensor | None, advantages: Tensor, mask: Tensor) -> Tensor:
-    """REINFORCE loss -A log p, for a single update on fresh samples; A is the advantage. GPG uses the same loss.
+    """REINFORCE loss -A log p for a single update on fresh samples, where A is the advantage. GPG uses the same loss.
 
     Shapes:  each (B rows, T tokens) -> (B, T). old_logprobs is unused and exists for a uniform signature.
     Source:  Williams (1992). For stale samples, multiply the loss by `importance_weights`.
@@ -80,14 +80,14 @@ def gspo(
     clip: float = 3e-4,
     clip_high: float | None = 4e-4,
 ) -> Tensor:
-    """Clipped surrogate loss with one ratio per row, the geometric mean of the ratios of its tokens.
+    """Clipped surrogate loss with one ratio per row, which is the geometric mean of the ratios of the row's tokens.
 
-    This is the GSPO-token form: every token uses the value of the row's ratio but the gradient of its own logprob, so
-    advantages may differ between tokens. With one advantage per row and the aggregation "seq_mean_token_mean", the loss
-    equals that of GSPO.
+    In this form, called GSPO-token, every token uses the value of the row's ratio but the gradient of its own logprob.
+    Therefore, advantages may differ between tokens. With one advantage per row and the aggregation
+    "seq_mean_token_mean", the loss equals that of GSPO.
 
     Shapes:  each (B rows, T tokens) -> (B, T).
-    Source:  GSPO, arXiv 2507.18071, eq. 13 and 14 (GSPO-token); the default clips are those of its experiments.
+    Source:  GSPO, arXiv 2507.18071, eq. 13 and 14 (GSPO-token); the default clips are from the paper's experiments.
     """
     high = clip if clip_high is None else clip_high
     d, a, m = prepare(logprobs, old_logprobs, advantages, mask)
@@ -103,7 +103,7 @@ def gmpo(
     clip: float = 0.4,
     clip_high: float | None = None,
 ) -> Tensor:
-    """GMPO loss: -A times the geometric mean of the ratios of a row, each clipped to (e^-clip, e^clip_high).
+    """GMPO loss, -A times the geometric mean of the ratios of a row, each clipped to (e^-clip, e^clip_high).
 
     A is the mean advantage of the row's tokens. All action tokens of a row have the same loss, so the aggregation
     "seq_mean_token_mean" yields the published objective.
@@ -128,7 +128,7 @@ def sapo(
     tau: float = 1.0,
     tau_negative: float = 1.05,
 ) -> Tensor:
-    """SAPO loss -A (4 / tau) sigmoid(tau (ratio - 1)), with a smooth gate instead of a clip; A is the advantage.
+    """SAPO loss -A (4 / tau) sigmoid(tau (ratio - 1)) with a smooth gate instead of a clip, where A is the advantage.
 
     The derivative of the gate is 1 at ratio 1 and decays on both sides. tau_negative replaces tau where A <= 0.
 
@@ -153,8 +153,8 @@ def cispo(
 ) -> Tensor:
     """CISPO loss -stop_gradient(clipped ratio) A log p, where A is the advantage. Clipped tokens keep a gradient.
 
-    bounds="both" (verl, SkyRL) clips the ratio to (1 - clip, 1 + clip_high); "upper" (TRL) only limits it to
-    1 + clip_high and ignores `clip`. TRL's `epsilon_high` is the limit itself, so epsilon_high=5 equals clip_high=4.
+    bounds="both" (verl, SkyRL) clips the ratio to (1 - clip, 1 + clip_high); "upper" (TRL) only limits the ratio
+    to 1 + clip_high and ignores `clip`. TRL's `epsilon_high` is the limit itself, so epsilon_high=5 equals clip_high=4.
 
     Shapes:  each (B rows, T tokens) -> (B, T).
     Source:  MiniMax-M1, arXiv 2506.13585, eq. 4 and 5. The paper sets no lower bound in its runs.
@@ -179,10 +179,11 @@ def dppo(
     """DPPO loss -ratio * advantage, or 0 where the policies differ by more than `clip` and would move further apart.
 
     The difference is measured between a token's probability p under the current policy and q = exp(old_logprobs),
-    where old_logprobs should be those of the sampler. With divergence="tv", it is |p - q|. With "kl", it is
-    KL(Bernoulli(q) || Bernoulli(p)), for which `clip` is usually 0.05. If `clip_high` is given, it replaces `clip` for
-    tokens with a positive advantage. Unlike clipping of the ratio, DPPO permits large ratios of rare tokens. verl also
-    limits the ratio, by default to 3; the paper found that such limits make training less stable (5.4).
+    where old_logprobs should be those of the sampler. With divergence="tv", the difference is |p - q|. With "kl", the
+    difference is KL(Bernoulli(q) || Bernoulli(p)), for which `clip` is usually 0.05. If `clip_high` is given, it
+    replaces `clip` for tokens with a positive advantage. Unlike clipping of the ratio, DPPO permits large ratios of
+    rare tokens. verl also limits the ratio, by default to 3; the paper found that such limits make training less stable
+    (section 5.4).
 
     Shapes:  each (B rows, T tokens) -> (B, T).
     Units:   clip: probability for "tv", nats for "kl".
@@ -205,13 +206,13 @@ def dppo(
 
 
 def value(values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, clip: float | None = None) -> Tensor:
-    """Value loss: half the squared difference between values and returns.
+    """Value loss, half the squared difference between values and returns.
 
-    With `clip`, the loss is the maximum of this and the loss of the values clamped to old_values ± clip.
+    With `clip`, the result is the maximum of this loss and the loss of the values clamped to old_values ± clip.
 
     Shapes:  each (B rows, T tokens) -> (B, T). old_values may be None without `clip`.
     Units:   reward squared.
-    Source:  the clipped form is in the code of PPO (arXiv 1707.06347), not in its text; studied in arXiv 2005.12729.
+    Source:  The clipped form is in the code of PPO (arXiv 1707.06347), not in the paper; see also arXiv 2005.12729.
     """
     m = as_bool_mask(mask, values)
     v, target = masked(values, m, "values"), masked(returns, m, "returns")

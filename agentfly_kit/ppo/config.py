@@ -1,4 +1,4 @@
-"""Settings of a PPO step, validated on construction, and the policy loss that they select."""
+"""Settings of a PPO step, which are validated on construction, and the policy loss that these settings select."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
 # Names of the policy losses in losses/surrogates.py.
 LossName = Literal["ppo", "reinforce", "gspo", "gmpo", "sapo", "cispo", "dppo"]
-# Losses whose value at a token depends on its whole row. They receive padded rows, others only the sampled tokens.
+# Losses whose value at a token depends on all tokens of the row. These losses and custom ones receive padded rows. All
+# other losses receive only the sampled tokens.
 _ROW_WISE = ("gspo", "gmpo")
 
 
@@ -32,59 +33,63 @@ Correction: TypeAlias = Literal["token", "sequence"] | Mapping[str, Any]
 @checks_keywords
 @dataclass(frozen=True, kw_only=True)
 class PPOConfig(Displayable):
-    """Settings of `ppo_step`. `TrainConfig` inherits them.
+    """Settings of `ppo_step`, which `TrainConfig` inherits.
 
     Args:
-        loss: Policy loss: the name of a function in `af.losses`, or a function of (logprobs, old_logprobs, advantages,
-            mask), such as functools.partial(af.losses.cispo, bounds="upper"). A custom function receives the rows of
-            one micro-batch, (B, T) each and 0 where the mask is 0, and returns the loss of each token, (B, T), to be
-            reduced as set by `aggregate`.
-        aggregate: How per-token losses are reduced to a scalar: a mode of `af.losses.aggregate`, or a dict with the
-            mode under "how" and its options, such as {"how": "fixed", "denominator": 512.0}. Modes and losses that
+        loss: Policy loss, given as the name of a function in `af.losses` or as a function of (logprobs, old_logprobs,
+            advantages, mask), such as functools.partial(af.losses.cispo, bounds="upper"). A custom function receives
+            tensors of shape (B, T) for the rows of one micro-batch, with 0 where the mask is 0, and returns the loss of
+            each token, (B, T), which is reduced according to `aggregate`.
+        aggregate: Reduction of per-token losses to a scalar, given as a mode of `af.losses.aggregate` or as a dict with
+            the mode under "how" and its options, such as {"how": "fixed", "denominator": 512.0}. Modes and losses that
             operate on sequences treat each row as a sequence, even if a trajectory has several rows.
-        clip: Lower clip range: "ppo" clips the ratio at 1 - clip. None selects the default of the loss (0.2 for "ppo").
-            `clip`, `clip_high` and `dual_clip` must be None if `loss` is a function; use functools.partial instead.
+        clip: Lower clip range. The loss "ppo" clips ratios below 1 - clip. None selects the default of the loss, which
+            is 0.2 for "ppo". If `loss` is a function, `clip`, `clip_high` and `dual_clip` must be None; use
+            functools.partial instead.
         clip_high: Upper clip range (clip-higher of DAPO). None selects the default of the loss (for "ppo", `clip`).
-        dual_clip: Bound on the loss of a token with a negative advantage A: at most dual_clip * |A|; must be above 1.
-            None sets no bound.
-        value_coef: Coefficient of the value loss, which is used if the policy has a value head and the batch returns.
+        dual_clip: Factor, above 1, that limits the loss of a token with a negative advantage A to dual_clip * |A|. None
+            sets no limit.
+        value_coef: Coefficient of the value loss, which is used if the policy has a value head and the batch contains
+            returns.
         value_clip: Maximum difference between new and old values in the value loss, in units of reward. Larger
             differences are clipped. None disables clipping.
         kl_coef: Coefficient of the KL penalty with respect to the reference policy. 0 disables the penalty.
-        kl_kind: Estimator of the KL in the loss and in the statistics: "k1", "abs", "k2", "k3" or "k3+"; see
+        kl_kind: Estimator of the KL in the loss and in the statistics, which is "k1", "abs", "k2", "k3" or "k3+"; see
             `af.losses.kl`.
-        kl_in: "loss" adds the KL penalty to the loss. With "reward", `train` subtracts it from the rewards before
-            advantages are computed (see `shaped_rewards`), and `ppo_step` only reports the KL.
-        kl_weighted: With kl_in="loss", whether to multiply the KL of each token by its probability ratio, which makes
-            the estimate and its gradient unbiased for samples from the old policy (`use_bias_correction_kl` in TRL).
+        kl_in: "loss" adds the KL penalty to the loss. With "reward", `train` subtracts the penalty from the rewards
+            before advantages are computed (see `shaped_rewards`), and `ppo_step` only reports the KL.
+        kl_weighted: Whether to multiply the KL of each token by the token's probability ratio if kl_in="loss". This
+            factor makes the estimate and its gradient unbiased for samples from the old policy
+            (`use_bias_correction_kl` in TRL).
         entropy_coef: Coefficient of the entropy bonus, which is subtracted from the loss. 0 disables the bonus.
         epochs: Number of passes over the batch.
-        minibatch: Number of trajectories per update, each with all of its rows. None uses all of them.
-        micro_tokens: Maximum number of tokens per forward pass, including padding. It limits memory use and does not
-            affect the result. None selects the default of the policy: 1,536 on a CPU (512 for models of at least
-            33 million parameters), and on a GPU at most 32,768 and about a quarter of its memory.
+        minibatch: Number of trajectories per update, each with all of its rows. None uses all trajectories.
+        micro_tokens: Maximum number of tokens per forward pass, including padding. This limit bounds memory use and
+            does not affect the result. None selects the default of the policy. On a CPU, the default is 1,536, or 512
+            for models of at least 33 million parameters. On a GPU, the default is at most 32,768, and activations take
+            up to about a quarter of the GPU's memory.
         max_grad_norm: Norm to which gradients are clipped before each update. None disables clipping.
         target_kl: Limit on the approximate KL between the old and the new policy, in nats per token. If an update
-            exceeds it, the step ends before the next minibatch. None sets no limit.
-        old_logprobs: Logprobs in the denominator of the probability ratio. "engine" uses those of the sampler, and
-            "recompute" those of the policy before the first update. "auto" uses those of the sampler if all tokens
-            were sampled by the current policy version, and otherwise recomputes them. It compares the logprobs of
-            sampler and policy in the forward passes of the first update. If a difference (`stats.sampler_gap`) exceeds
-            1e-4, or if all rows of the first minibatch are skipped, the old logprobs of the whole batch are recomputed
-            and that update is restarted.
-        correction: Importance weights p_old / p_sampler of the tokens: "token", "sequence", or a dict of options for
-            `af.losses.importance_weights`, such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}. None applies no
-            correction. Tokens sampled under top-p, top-k or min-p require a correction; their p_sampler is the
-            probability in the truncated distribution.
+            exceeds this limit, the step ends before the next minibatch. None sets no limit.
+        old_logprobs: Source of the logprobs in the denominator of the probability ratio. "engine" uses the logprobs of
+            the sampler, and "recompute" those of the policy before the first update. "auto" uses the logprobs of the
+            sampler if all tokens were sampled by the current policy version, and recomputes the logprobs otherwise.
+            "auto" also compares the logprobs of sampler and policy in the forward passes of the first update.
+            If a difference (`stats.sampler_gap`) exceeds 1e-4, or if all rows of the first minibatch are skipped, the
+            old logprobs of the whole batch are recomputed and the first update is restarted.
+        correction: Importance weights p_old / p_sampler of the tokens, selected by "token", "sequence", or a dict of
+            options for `af.losses.importance_weights`, such as {"level": "sequence", "cap": 5.0, "beyond": "mask"}.
+            None applies no correction. Tokens sampled under top-p, top-k or min-p require a correction, for which
+            p_sampler is the probability in the truncated distribution.
         max_lag: Maximum number of updates since a token was sampled. A batch with an older token is rejected, because
-            it carries little information about the current policy. None sets no limit.
+            old samples carry little information about the current policy. None sets no limit.
         autocast: "bfloat16" runs the model in bfloat16, while weights, losses and the optimizer keep their dtype. None
-            runs it in the dtype of its weights.
-        checkpointing: Whether to recompute the activations inside layers in the backward pass instead of storing them,
-            which saves memory and costs time.
+            runs the model in the dtype of the weights.
+        checkpointing: Whether to recompute the activations inside layers in the backward pass instead of storing them.
+            Recomputation saves memory and costs time.
 
     Raises:
-        SettingsError: If a value is invalid or settings contradict each other.
+        SettingsError: If a value is invalid, or if settings contradict each other.
     """
 
     loss: LossName | Callable[..., Tensor] = "ppo"
@@ -170,14 +175,14 @@ class PPOConfig(Displayable):
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """Policy loss: a function of (logprobs, old_logprobs, advantages, mask) that returns the loss of each token."""
+    """Policy loss as a function of (logprobs, old_logprobs, advantages, mask) that returns the loss of each token."""
 
     function: Callable[..., Tensor]
     name: str  # name of the function in `LossName`; "" for a custom function
 
     @classmethod
     def resolve(cls, loss: str | Callable[..., Tensor], **clips: float | None) -> PolicyLoss:
-        """Look up a loss by name and bind its clip options. Options that are None keep their defaults."""
+        """Look up a loss by its name, and bind the clip options. Options that are None keep their defaults."""
         options = {name: value for name, value in clips.items() if value is not None}
         names = get_args(LossName)
         if callable(loss):
@@ -194,7 +199,7 @@ class PolicyLoss:
         return cls(functools.partial(function, **options) if options else function, loss)
 
     def __call__(self, logprobs: Tensor, micro: MicroBatch) -> Tensor:
-        """Return the weighted loss of each sampled token, (N,). Their sum is the policy loss."""
+        """Return the weighted loss of each sampled token, (N,). The policy loss is the sum over all tokens."""
         if self.name and self.name not in _ROW_WISE:
             sampled = torch.ones_like(micro.old_logprobs).bool()
             per_token = self.function(logprobs, micro.old_logprobs, micro.advantages, sampled)
@@ -208,7 +213,9 @@ class PolicyLoss:
                 )
             per_token = per_row[micro.mask]
         if not per_token.requires_grad:
-            raise SettingsError("loss must be differentiable with respect to the logprobs, got one that is not")
+            raise SettingsError(
+                "loss must be differentiable with respect to the logprobs, got a result without a gradient"
+            )
         if micro.importance_weights is not None:
             per_token = per_token * micro.importance_weights
         return per_token * micro.token_weight

@@ -1,7 +1,7 @@
 """Communication between the processes of a distributed training run.
 
-A PPO step is data-parallel: the rows to score and to train on are distributed by token count, and scores, gradients and
-statistics are summed.
+A PPO step is data-parallel. The rows to score and to train on are distributed over the processes by token count, and
+the scores, gradients and statistics of all processes are summed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 def gather(batch: Batch, accelerator: Any) -> Batch:
-    """Concatenate the batches of all processes of an accelerate.Accelerator in order of rank, for `ppo_step`."""
+    """Concatenate the batches of an accelerate.Accelerator's processes in order of rank, for use in `ppo_step`."""
     return batch if accelerator.num_processes == 1 else join(_all_gather(batch, accelerator.num_processes))
 
 
@@ -37,9 +37,10 @@ def _all_gather(value: T, size: int) -> list[T]:
 
 
 class WorkerGroup:
-    """Processes of a training run, given by an Accelerator or None. All must call the methods in the same order.
+    """Processes of a training run. All processes must call the methods in the same order.
 
-    A single process does not communicate.
+    Args:
+        accelerator: accelerate.Accelerator of the processes, or None for a single process, which does not communicate.
     """
 
     def __init__(self, accelerator: Any) -> None:
@@ -58,7 +59,7 @@ class WorkerGroup:
         return await run_in_thread(_all_gather, value, self.size)
 
     async def all_gather_or_raise(self, value: T | None, error: Exception | None = None) -> list[T]:
-        """Collect a value from every process, in order of rank. If one process passes an error, all processes raise."""
+        """Collect a value from every process, in order of rank. Raise in all processes if one passes an error."""
         failed = await self.all_gather(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:
             raise error
@@ -69,7 +70,7 @@ class WorkerGroup:
         return parts
 
     async def run_on_main(self, function: Callable[..., T], *args: Any) -> T:
-        """Run a function in a thread of the main process. All processes return its result, or raise if it fails."""
+        """Run a function in a thread of the main process. Return the result or raise the error in all processes."""
         if self.is_single:
             return await run_in_thread(function, *args)
         value: T | None = None
@@ -84,10 +85,9 @@ class WorkerGroup:
     # --- a PPO step ---
 
     def check_same_batch(self, batch: Batch) -> None:
-        """Check that all processes passed the same batch, by comparing row counts and sums of keys and advantages."""
-        if self.is_single:
-            return
-        keys = batch.ids if batch.row_keys is None else batch.row_keys % 2**32  # whose sum is exact in float64
+        """Check by row counts and by sums of keys and advantages that all processes passed the same batch."""
+        # Reduce the keys to 32 bits, because the sum of such keys is exact in float64.
+        keys = batch.ids if batch.row_keys is None else batch.row_keys % 2**32
         seen = [float(len(batch)), float(keys.sum()), float(batch.advantages.nansum())]
         every = self.accelerator.gather(torch.tensor([seen], dtype=torch.float64, device=self.accelerator.device))
         if not bool((every == every[0]).all()):
@@ -96,22 +96,22 @@ class WorkerGroup:
                 "pass gather(batch, accelerator)"
             )
 
-    def local_rows(self, batch: Batch, rows: Tensor) -> Tensor:
-        """Return this process's rows. Longest first, each row is assigned to the process with the fewest tokens."""
+    def local_rows(self, rows: Tensor, lengths: Tensor) -> Tensor:
+        """Return this process's rows. Rows are assigned longest first, each to the process with the fewest tokens."""
         if self.is_single:
             return rows
         loads = [0] * self.size
         mine: list[int] = []
-        for i in torch.argsort(batch.lengths[rows], descending=True, stable=True).tolist():
+        for i in torch.argsort(lengths[rows], descending=True, stable=True).tolist():
             to = loads.index(min(loads))
-            loads[to] += int(batch.lengths[rows[i]])
+            loads[to] += int(lengths[rows[i]])
             if to == self.rank:
                 mine.append(i)
         return rows[mine]
 
     def score(self, policy: Policy, batch: Batch, what: ScoreName, micro_tokens: int | None) -> Tensor:
-        """Compute a score of each token, (B, T). Each process computes some of the rows, and returns those of all."""
-        rows = self.local_rows(batch, torch.arange(len(batch)))
+        """Compute a score of each token, (B, T). Each process scores some rows and returns the scores of all rows."""
+        rows = self.local_rows(torch.arange(len(batch)), batch.lengths)
         values = policy.score(batch, {what}, rows=rows, micro_tokens=micro_tokens)[what]
         if self.is_single:
             return values
@@ -121,7 +121,7 @@ class WorkerGroup:
         return values.masked_scatter(batch.mask, every.cpu())
 
     def largest(self, value: float) -> float:
-        """Return the largest value over all processes, ignoring NaN, or NaN if all values are NaN."""
+        """Return the largest value of all processes, ignoring NaN. If all values are NaN, return NaN."""
         if self.is_single:
             return value
         every = self.accelerator.gather(torch.tensor([value], dtype=torch.float64, device=self.accelerator.device))
@@ -129,7 +129,7 @@ class WorkerGroup:
         return float(known.max()) if len(known) else math.nan
 
     def sum_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sum the gradients over all processes, in a single reduction."""
+        """Sum the gradients over all processes in a single reduction."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         together = self.accelerator.reduce(torch.cat([g.flatten() for g in gradients]), reduction="sum")

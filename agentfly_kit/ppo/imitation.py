@@ -1,4 +1,4 @@
-"""Imitation learning: `imitation_step` and `imitate` make recorded actions more probable."""
+"""Imitation learning with `imitation_step` and `imitate`, which make recorded actions more probable."""
 
 from __future__ import annotations
 
@@ -43,32 +43,33 @@ def imitation_step(
 ) -> Stats:
     """Update a policy to increase the probability of the imitated actions of a batch (supervised fine-tuning).
 
-    The loss of a token is -weight * log p at temperature 1. Everything else works as in `ppo_step`: minibatches of
-    whole trajectories, prefix sharing, and token weights that do not depend on the split into micro-batches.
+    The loss of a token is -weight * log p at temperature 1. As in `ppo_step`, minibatches contain whole trajectories,
+    rows can share the computation of prefixes, and token weights do not depend on the split into micro-batches.
 
     Args:
         policy: Policy to update.
         optimizer: Optimizer of the policy, such as `af.adamw(policy)`.
         batch: Batch created by `collate(imitate=)`.
-        config: Settings of the step: `aggregate`, `epochs`, `minibatch`, `micro_tokens`, `max_grad_norm`, `autocast`
-            and `checkpointing`.
+        config: Settings of the step. Only `aggregate`, `epochs`, `minibatch`, `micro_tokens`, `max_grad_norm`,
+            `autocast` and `checkpointing` may differ from their defaults.
         seed: Seed for the order of trajectories in each epoch.
         accelerator: Accelerator whose processes share the rows; see `ppo_step`.
         cancel: Event that cancels the step at the next micro-batch; see `ppo_step`.
 
     Returns:
-        The statistics of the step. Those of probability ratios are NaN if any token was not sampled. `entropy` is the
-        mean of the recorded entropies, or NaN if any is missing.
+        The statistics of the step. Statistics of probability ratios are NaN if any token was not sampled. `entropy` is
+        the mean of the recorded entropies, or NaN if the entropy of any token was not recorded.
 
     Raises:
         AlignmentError: If the tensors of the batch are inconsistent.
         BatchError: If the batch was not created by `collate(imitate=)`, or was created with another tokenizer.
-        SettingsError: If a setting that does not affect imitation was changed, or the optimizer is for another policy.
+        SettingsError: If a setting that does not affect imitation was changed, or if the optimizer is for another
+            policy.
         TrainingError: If a gradient is not finite.
     """
     if not batch.imitation:
         raise BatchError(
-            "batch must be created by collate(rollout, imitate=True), got one for reinforcement learning"
+            "batch must be created by collate(rollout, imitate=True), got a batch for reinforcement learning"
         )
     for name in PPOConfig.__dataclass_fields__:
         value, default = getattr(config, name), getattr(type(config), name)
@@ -96,9 +97,9 @@ async def imitate(
     Args:
         policy: Policy to train.
         rollout: A rollout, a trajectory, or an iterable of trajectories.
-        weights: Weights of the trajectories, at least 0; see `advantages` of `collate`. For rejection sampling, pass
-            `lambda rewards, groups: (rewards > 0).float()`. None weights all trajectories equally.
-        authors: Authors whose actions are imitated; None for all.
+        weights: Weights of the trajectories, which must be at least 0; see `collate(advantages=)`. For rejection
+            sampling, pass `lambda rewards, groups: (rewards > 0).float()`. None weights all trajectories equally.
+        authors: Authors whose actions are imitated. None imitates the actions of all authors.
         epochs: Number of passes over the trajectories.
         minibatch: Number of trajectories per update.
         lr: Peak learning rate. The rate rises from 0 during the first 5 % of the updates and decays linearly to a
@@ -115,7 +116,7 @@ async def imitate(
     """
     batch = collate(rollout, weights, imitate=True if authors is None else authors)
     generator = torch.Generator().manual_seed(seed)
-    order = [rows for _ in range(epochs) for rows in minibatches(batch, minibatch, generator)]
+    order = [rows for _ in range(epochs) for rows in minibatches(batch.trajectory_index, minibatch, generator)]
     cancel = threading.Event()
     steps = imitation_steps(policy, map(batch.select, order), len(order), lr, cancel)
     out: list[Stats] = []

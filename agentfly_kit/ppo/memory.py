@@ -1,4 +1,4 @@
-"""Estimate of the memory that training a model needs, from its config alone."""
+"""Estimate of the memory needed to train a model, computed from the config alone."""
 
 from __future__ import annotations
 
@@ -29,17 +29,18 @@ _CAUSAL = "agentfly_kit_causal"
 
 @dataclass(frozen=True, repr=False)
 class MemoryEstimate(Displayable):
-    """Memory in bytes at the peak of an update of `ppo_step`.
+    """Peak memory of an update by `ppo_step`, in bytes.
 
     Attributes:
-        parameters: Number of parameters, with those of an adapter.
+        parameters: Number of parameters, including those of an adapter.
         trained: Number of trained parameters.
         weights: Memory of the weights.
         gradients: Memory of the gradients.
-        optimizer: AdamW's moments and, for bfloat16 parameters, the float32 copies of `af.adamw`.
-        activations: Tensors that the forward pass of a micro-batch stores, and temporary tensors of the backward pass.
-        step: Temporary float32 gradients of bfloat16 parameters, which exist while the optimizer runs and there are no
-            activations.
+        optimizer: Memory of AdamW's moments and of the float32 copies that `af.adamw` keeps of bfloat16 parameters.
+        activations: Memory of the tensors that the forward pass of a micro-batch stores, and of temporary tensors of
+            the backward pass.
+        step: Memory of the temporary float32 gradients of bfloat16 parameters. These gradients exist while the
+            optimizer runs, when no activations are stored.
     """
 
     parameters: int
@@ -72,32 +73,32 @@ def estimate_memory(
     lora: int | None = None,
     checkpointing: bool = False,
 ) -> MemoryEstimate:
-    """Estimate the memory of an update by `ppo_step`, without loading weights.
+    """Estimate the peak memory of an update by `ppo_step` without loading weights.
 
-    The forward and backward pass of a micro-batch run with tensors that have shapes and no data, which takes at most a
-    minute and needs only the config of the model.
+    The forward and backward passes of a micro-batch run on tensors that have shapes but no data. The estimate takes at
+    most a minute and needs only the config of the model.
 
-    The estimate is for text rows without shared prefixes. Not included: the engine (`LocalEngine` has a KV cache, and
-    `VLLMEngine` a copy of the weights as well), the reference model of `kl_coef` for a policy without an adapter
-    (weights once more), a value head or critic, copies of gradients that several processes exchange, memory that the
-    allocator reserves, and the process itself.
+    The estimate is for text rows without shared prefixes. The estimate excludes the engine (`LocalEngine` has a KV
+    cache, and `VLLMEngine` has a KV cache and a copy of the weights), the reference model of `kl_coef` for a policy
+    without an adapter (another copy of the weights), a value head or critic, copies of gradients that several processes
+    exchange, memory that the allocator reserves, and the process itself.
 
     Args:
-        model: Folder or hub name of a model, or its transformers config.
-        micro_tokens: Maximum number of tokens of a micro-batch, as in `PPOConfig`.
-        length: Number of tokens of each row.
-        dtype: Type of the weights.
-        autocast: As in `PPOConfig`.
-        lora: Rank of an adapter, as in `Policy.load`.
-        checkpointing: As in `PPOConfig`.
+        model: Folder or hub name of a model, or a transformers config.
+        micro_tokens: Maximum number of tokens in a micro-batch; see `PPOConfig`.
+        length: Number of tokens in each row.
+        dtype: Data type of the weights.
+        autocast: "bfloat16" runs the model in bfloat16; see `PPOConfig`.
+        lora: Rank of a LoRA adapter; see `Policy.load`. None means no adapter.
+        checkpointing: Whether to recompute activations in the backward pass; see `PPOConfig`.
 
     Raises:
-        PolicyError: If the config cannot be read, or the model cannot run without data, such as a model with a vision
-            tower, quantized weights, or rotary embeddings that depend on the longest row.
+        PolicyError: If the config cannot be read, or if the model cannot run without data. Models with a vision tower,
+            quantized weights, or rotary embeddings that depend on the longest row cannot run without data.
         SettingsError: If an argument is invalid.
 
-    Source:  Peaks of `ppo_step` on a CPU, measured with torch's profiler, differ by at most 1 % for 1 to 250 million
-        parameters.
+    Source:  Peaks of `ppo_step` on a CPU, measured with torch's profiler, differ from the estimates by at most 1 % for
+        models of 1 to 250 million parameters.
     """
     check_value("length", length, "int", "of at least 2")
     check_value("micro_tokens", micro_tokens, "int", "of at least 1")
@@ -109,12 +110,12 @@ def estimate_memory(
     try:
         language = _language_model(config, getattr(torch, dtype), lora)
         with FakeTensorMode(allow_non_fake_inputs=True):
-            language.model.to_empty(device="cpu")  # a size, but no memory
+            language.model.to_empty(device="cpu")  # tensors without data take no memory
             (language.model.get_base_model() if lora else language.model).tie_weights()
             held = list(language.model.parameters())
             ids = torch.zeros(max(1, micro_tokens // length), length, dtype=torch.long)
             with _PeakMemory(held) as memory:
-                # In the second pass, the gradients of the first one exist, as in all micro-batches but the first.
+                # Run two passes, because all micro-batches but the first run while gradients exist.
                 for _ in range(2):
                     with (
                         torch.autocast("cpu", torch.bfloat16, enabled=autocast is not None),
@@ -122,7 +123,7 @@ def estimate_memory(
                     ):
                         scores = _scores(language, ids)
                     scores["logprob"].mean().backward()
-                    del scores  # an update keeps the graph of the entropies until here
+                    del scores  # an update keeps the graph of the entropies up to this point
     except (RuntimeError, ValueError, NotImplementedError) as error:
         raise PolicyError(
             f"the memory of a model of type {config.model_type!r} cannot be estimated: {type(error).__name__}: "
@@ -146,7 +147,7 @@ def _config(model: Any) -> Any:
     from transformers import AutoConfig
 
     if hasattr(model, "get_text_config"):
-        config = copy.deepcopy(model)  # `from_config` sets its dtype
+        config = copy.deepcopy(model)  # because `from_config` changes the dtype of a config
     else:
         folder = policy_folder(model)
         try:
@@ -161,10 +162,10 @@ def _config(model: Any) -> Any:
 
 
 def _language_model(config: Any, dtype: torch.dtype, lora: int | None) -> LanguageModel:
-    """Create a model without memory for its weights, whose "sdpa" attention gets no mask.
+    """Create a model that takes no memory for its weights and calls "sdpa" attention without a mask.
 
-    In an update, transformers omits the causal mask of rows without padding, but it creates one for tensors without
-    data.
+    During an update, transformers omits the causal mask of rows without padding. For tensors without data, transformers
+    would create the mask.
     """
     from transformers import AttentionInterface, AttentionMaskInterface, AutoModelForCausalLM
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -180,19 +181,19 @@ def _language_model(config: Any, dtype: torch.dtype, lora: int | None) -> Langua
         decoder.config._attn_implementation = _CAUSAL
     language = LanguageModel(made.eval(), None)
     cap = float(getattr(config.get_text_config(), "final_logit_softcapping", None) or 0)
-    language.__dict__["_head"] = (1.0, cap)  # the trial of `check_head` needs data
+    language.__dict__["_head"] = (1.0, cap)  # because the trial of `check_head` needs data
     return language
 
 
 def _scores(language: LanguageModel, ids: Tensor) -> dict[str, Tensor]:
-    """Return the logprobs and entropies of all tokens but the first ones of rows without shared prefixes."""
+    """Return the logprobs and entropies of all tokens but the first of each row, without sharing prefixes."""
     states = hidden_states(language.decoder, ids[:, :-1], None)[0].flatten(0, 1)
     each = torch.zeros(len(states), dtype=torch.long)
     return language._scores_of_states(states, each.float(), None, each, True, False)
 
 
 class _PeakMemory(TorchDispatchMode):
-    """Records the peak of the memory of all tensors that operations create, except for the given ones."""
+    """Mode that records the peak memory of the tensors that operations create. Tensors in `known` do not count."""
 
     def __init__(self, known: list[Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

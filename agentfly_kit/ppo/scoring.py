@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,14 +19,14 @@ from agentfly_kit.ppo.distributed import WorkerGroup
 
 
 def precision(policy: Policy, config: PPOConfig) -> AbstractContextManager[Any]:
-    """Return a context manager that applies `config.autocast`, or does nothing if it is None."""
+    """Return a context manager that applies `config.autocast`, or does nothing if this setting is None."""
     if config.autocast is None:
         return contextlib.nullcontext()
     return torch.autocast(policy.device.type, dtype=torch.bfloat16)
 
 
 def score(policy: Policy, batch: Batch, what: ScoreName, config: PPOConfig, ranks: WorkerGroup) -> Tensor:
-    """Compute a score of each token of a batch without gradients, under `config.autocast`, in all processes."""
+    """Compute a score of each token, (B, T), without gradients and under `config.autocast`; see `WorkerGroup.score`."""
     with precision(policy, config):
         return ranks.score(policy, batch, what, config.micro_tokens)
 
@@ -35,7 +34,7 @@ def score(policy: Policy, batch: Batch, what: ScoreName, config: PPOConfig, rank
 def token_weights(batch: Batch, rows: Tensor, config: PPOConfig) -> Tensor:
     """Return the weight of each token's loss in the loss of a minibatch, (B, T), with 0 outside of `rows`.
 
-    The loss of the minibatch is linear in the losses of its tokens, so its gradient consists of the weights.
+    The loss of a minibatch is linear in the losses of its tokens, and the weights are the gradient of this loss.
     """
     options = config.aggregate_options()
     index = batch.trajectory_index[rows] if options["how"] == "trajectory_mean" else None
@@ -50,7 +49,7 @@ def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> 
     """Subtract a KL penalty with respect to the reference policy from the reward of every sampled token.
 
     The result, token_rewards - coef * KL(sampler || reference), is computed from the sampler's logprobs and
-    `batch.ref_logprobs`. Pass these rewards, or their sum over each row, to an advantage estimator, as `train`
+    `batch.ref_logprobs`. Pass the shaped rewards, or their sum over each row, to an estimator, as `train`
     does with `kl_in="reward"`::
 
         batch = batch.replace(ref_logprobs=reference.score(batch, {"logprob"})["logprob"])
@@ -62,7 +61,7 @@ def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> 
         kind: Estimator of the per-token KL; see `af.losses.kl`.
 
     Returns:
-        The token rewards, (B, T), NaN where the mask is 0.
+        The token rewards, (B, T), with NaN where the mask is 0.
 
     Raises:
         BatchError: If the batch has no reference logprobs.
@@ -75,17 +74,3 @@ def shaped_rewards(batch: Batch, coef: float, *, kind: losses.KLKind = "k1") -> 
             "batch.replace(ref_logprobs=reference.score(batch, {'logprob'})['logprob'])"
         )
     return batch.token_rewards - coef * losses.kl(batch.logprobs, batch.ref_logprobs, kind, batch.mask)
-
-
-def importance_weights(batch: Batch, old_logprobs: Tensor, config: PPOConfig) -> tuple[Tensor | None, float]:
-    """Compute importance weights for `PPOConfig.correction`, (B, T), and their effective sample size as a fraction."""
-    if config.correction is None:
-        return None, math.nan
-    options = config.correction_options()
-    sampler = batch.logprobs
-    # The recorded logprobs are from before truncation, so divide by the kept mass.
-    if batch.kept_mass is not None:
-        sampler = sampler - torch.where(batch.mask, batch.kept_mass, 1.0).log()
-    weights = losses.importance_weights(old_logprobs, sampler, batch.mask, **options)
-    level = options.get("level", "token")
-    return weights, float(losses.effective_sample_size(weights, batch.mask, level=level))

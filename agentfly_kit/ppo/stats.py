@@ -1,4 +1,4 @@
-"""Statistics of a training step: sums over micro-batches, phase timings, and the per-token report."""
+"""Statistics of a training step, their sums over micro-batches, phase timings, and the per-token report."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch import Tensor
 
 from agentfly_kit import losses
 from agentfly_kit._display import Displayable
-from agentfly_kit.batch.batch import Batch
+from agentfly_kit.batch.batch import Batch, drop_counts
 from agentfly_kit.ppo.config import PolicyLoss, PPOConfig
 from agentfly_kit.ppo.inputs import StepInputs, is_clipped
 
 
 @dataclass(frozen=True, repr=False)
 class Stats(Displayable):
-    """Statistics of one `ppo_step`, averaged over action tokens unless stated otherwise.
+    """Statistics of one call of `ppo_step`, averaged over action tokens unless stated otherwise.
 
     Attributes:
         loss: Total loss, averaged over updates.
@@ -28,33 +28,35 @@ class Stats(Displayable):
         approx_kl: k3 estimate of KL(old || new) in nats per token, from the forward passes of the last epoch. Rows that
             are skipped because their gradient is zero (see `dropped_groups`) are excluded; with `target_kl`, no row is
             skipped.
-        clip_fraction: Fraction of action tokens in the last epoch with zero gradient due to clipping.
+        clip_fraction: Fraction of action tokens whose gradient was zero in the last epoch because of clipping.
         entropy: Exact entropy at the sampling temperature, in nats per token.
         grad_norm: Gradient norm before clipping, averaged over updates.
-        value_loss: Value loss, averaged over updates; NaN without a value loss.
+        value_loss: Value loss, averaged over updates; NaN if the step has no value loss.
         kl_reference: KL divergence from the reference policy, estimated with `kl_kind`, in nats per token.
-        explained_variance: Fraction of the variance of the returns explained by the values; NaN without values.
+        explained_variance: Fraction of the variance of the returns that the values explain; NaN without values or with
+            constant returns.
         ratio_max: 1 + the largest |ratio - 1|, where `ratio` is the probability ratio of a token.
         effective_sample_size: Effective sample size under the weights of `correction=`, as a fraction of tokens or
-            rows.
-        sampler_gap: Largest difference between the logprobs of sampling engine and policy before the first update: over
-            all rows if the old logprobs were recomputed, otherwise over the rows of the first minibatch that are not
-            skipped. NaN with old_logprobs="engine", and with "auto" if all tokens were sampled by the current version
-            and all rows are skipped.
+            rows; NaN without a correction.
+        sampler_gap: Largest difference between the logprobs of the sampling engine and of the policy before the first
+            update. The maximum is over all rows if the old logprobs were recomputed, and otherwise over the rows of the
+            first minibatch that are not skipped. The value is NaN with old_logprobs="engine", and with "auto" if all
+            tokens were sampled by the current version and all rows are skipped.
         reward_mean: Mean reward of the trajectories in the batch.
-        reward_std: Standard deviation of the rewards of these trajectories.
+        reward_std: Standard deviation of the rewards of the trajectories in the batch.
         advantage_mean: Mean advantage of the action tokens.
         updates: Number of optimizer steps.
         rows: Number of rows in the batch.
         tokens: Number of action tokens in the batch.
         dropped_groups: Number of groups that were skipped because their gradient is exactly zero.
-        dropped: Number of excluded trajectories for each reason: unscored, truncated, or the reason given by a filter.
+        dropped: Number of excluded trajectories, keyed by the reason for their exclusion.
         stopped_early: Whether the step ended early because of `target_kl`.
         lr: Learning rate of the policy.
         seconds: Wall-clock time of the step.
-        phases: Seconds per phase: "old" (scoring before the first update), "forward", "backward", "optimizer".
-        detail: With `ppo_step(detail=True)`, per-token float32 arrays, (B, T), keyed by name, such as "ratio".
-        batch: With `ppo_step(detail=True)`, the batch.
+        phases: Seconds spent in each phase, keyed by "old" (scoring before the first update), "forward", "backward" and
+            "optimizer".
+        detail: Per-token float32 arrays, (B, T), keyed by name, such as "ratio"; None without `ppo_step(detail=True)`.
+        batch: The batch of the step; None without `ppo_step(detail=True)`.
     """
 
     loss: float
@@ -95,7 +97,7 @@ class Stats(Displayable):
 
 
 class RunningStats:
-    """Sums of statistics over micro-batches; for "ratio", the maximum. Values stay on the device until read."""
+    """Sums of statistics over micro-batches, and the maximum of "ratio". Values stay on the device until read."""
 
     NAMES = (
         "loss",
@@ -145,13 +147,23 @@ class PhaseTimer:
         self._at = now
 
 
-def explained_variance(batch: Batch) -> float:
-    """Return 1 - Var(returns - values) / Var(returns), or NaN if there are no values or the returns are constant."""
-    if batch.values is None or batch.returns is None:
-        return math.nan
-    returns, values = batch.returns[batch.mask], batch.values[batch.mask]
-    variance = float(returns.var()) if len(returns) > 1 else 0.0
-    return 1 - float((returns - values).var()) / variance if variance > 0 else math.nan
+def batch_stats(batch: Batch) -> dict[str, Any]:
+    """Return the fields of `Stats` that depend only on the batch."""
+    rewards = batch.rewards[batch.first_rows]
+    found = {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()) if len(rewards) > 1 else 0.0,
+        "advantage_mean": float(batch.advantages[batch.mask].mean()),
+        "rows": len(batch),
+        "tokens": int(batch.mask.sum()),
+        "dropped": drop_counts(batch.dropped),
+    }
+    if batch.values is not None and batch.returns is not None:
+        returns, values = batch.returns[batch.mask], batch.values[batch.mask]
+        variance = float(returns.var()) if len(returns) > 1 else 0.0
+        if variance > 0:
+            found["explained_variance"] = 1 - float((returns - values).var()) / variance
+    return found
 
 
 def token_detail(
@@ -163,12 +175,12 @@ def token_detail(
 ) -> dict[str, Any]:
     """Return per-token values before and after the step, as float32 arrays (B, T) with NaN where the mask is 0.
 
-    `after` contains the logprobs after the step, (B, T), and `entropy`, (B, T), is from before the step. "weight",
-    "kl_reference", "value" and "return" are included if known.
+    `after` contains the logprobs after the step, (B, T), and `entropy` the entropies before the step, (B, T). The
+    arrays "weight", "kl_reference", "value" and "return" are included if known.
     """
     batch, old = inputs.batch, inputs.old_logprobs
 
-    # A token counts as clipped if the policy loss, with token weights of 1, has zero gradient at its new logprob.
+    # A token counts as clipped if the policy loss with token weights of 1 has zero gradient at the new logprob.
     micro = inputs.select(torch.arange(len(batch)), batch.mask.float(), torch.device("cpu"))
     logprobs = after[micro.positions].requires_grad_()
     gradient = torch.autograd.grad(loss(logprobs, micro).sum(), logprobs)[0]

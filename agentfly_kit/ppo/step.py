@@ -1,8 +1,8 @@
-"""One PPO step on a batch: old logprobs, losses, gradients and optimizer updates.
+"""A PPO step on a batch, from old logprobs to losses, gradients and optimizer updates.
 
 The result does not depend on padding, on the order or split of a minibatch, or on the number of processes, because
 token weights are first computed over the whole minibatch. The forward pass returns one logprob, value and entropy per
-sampled token, so token-wise losses need no mask. Losses over rows and custom losses receive (B, T) tensors and a mask.
+sampled token, so token-wise losses need no mask. Row-wise and custom losses receive (B, T) tensors and a mask.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from agentfly_kit import losses
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
-from agentfly_kit.batch.batch import Batch, drop_counts
+from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import checks_keywords
 from agentfly_kit.policy.cpu import single_torch_thread, warn_if_bfloat16_is_slow
 from agentfly_kit.policy.forward import ForwardOutput
@@ -38,7 +38,7 @@ from agentfly_kit.ppo.inputs import (
 )
 from agentfly_kit.ppo.optimizer import check_optimizer, clip_and_step
 from agentfly_kit.ppo.scoring import precision, score, token_weights
-from agentfly_kit.ppo.stats import PhaseTimer, RunningStats, Stats, explained_variance, token_detail
+from agentfly_kit.ppo.stats import PhaseTimer, RunningStats, Stats, batch_stats, token_detail
 
 _DEFAULTS = PPOConfig()
 
@@ -68,8 +68,8 @@ def ppo_step(
         reference: Frozen reference policy for the KL; not used if the batch has `ref_logprobs`.
         seed: Seed for the order of trajectories in each epoch.
         accelerator: accelerate.Accelerator whose processes share the rows of each minibatch. Each process must have
-            the same policy and pass the same batch (see `gather`). None uses that of a sharded policy; see
-            `Policy.shard`.
+            the same policy and pass the same batch (see `gather`). None selects the accelerator of a sharded policy;
+            see `Policy.shard`.
         detail: Whether to store per-token arrays of the step, (B, T), in `stats.detail`.
         cancel: Event that cancels the step at the next micro-batch or, with several processes, at the next update. The
             weights are then those of the last complete update.
@@ -80,43 +80,44 @@ def ppo_step(
     Raises:
         AlignmentError: If the tensors of the batch are inconsistent.
         BatchError: If the batch has no advantages, is stale, or was created with another tokenizer or policy.
-        SettingsError: If the settings are inconsistent with the batch, or the optimizer is for another policy.
+        SettingsError: If the settings are inconsistent with the batch, or if the optimizer is for another policy.
         TrainingError: If a gradient is not finite. The weights are then those of the last complete update.
         asyncio.CancelledError: If `cancel` was set.
 
-    Source:  PPO, arXiv 1707.06347, eq. 7; for the masking see docs/conventions.md.
+    Source:  PPO, arXiv 1707.06347, eq. 7. The masking is described in docs/conventions.md.
     """
     # Reject an unsuitable optimizer or batch before any computation.
     started = time.perf_counter()
     check_optimizer(policy, optimizer)
     check_batch(policy, batch, config, reference)
     ranks = WorkerGroup(accelerator or policy.accelerator)
-    ranks.check_same_batch(batch)
+    if not ranks.is_single:
+        ranks.check_same_batch(batch)
     loss = config.policy_loss()
     if config.autocast is not None:
         warn_if_bfloat16_is_slow(policy.device)
     has_values = config.value_coef > 0 and policy.value_head is not None and batch.returns is not None
 
-    # All processes draw the same minibatches from the same seed, and each computes some rows of every minibatch.
+    # All processes draw the same minibatches from the same seed. Each process computes some rows of each minibatch.
     generator = torch.Generator().manual_seed(seed)
-    schedule = [minibatches(batch, config.minibatch, generator) for _ in range(config.epochs)]
+    schedule = [minibatches(batch.trajectory_index, config.minibatch, generator) for _ in range(config.epochs)]
     phases = PhaseTimer()
 
     with single_torch_thread(policy):
-        # Compute the reference logprobs, the importance weights and, unless those of the sampler are used, the old
-        # logprobs.
+        # Compute the reference logprobs, the importance weights and, unless the logprobs of the sampler are used, the
+        # old logprobs.
         inputs = StepInputs.prepare(policy, batch, config, reference if config.kl_coef > 0 or detail else None, ranks)
         entropy_before = score(policy, batch, "entropy", config, ranks) if detail else None
         phases.lap("old")
 
-        # A row with zero advantages has zero gradient unless there is a KL, entropy or value term. Its forward pass is
-        # skipped, but it still counts in every denominator and in the schedule of updates.
+        # A row with zero advantages has zero gradient unless there is a KL, entropy or value term. The forward pass of
+        # such a row is skipped, but the row still counts in every denominator and in the schedule of updates.
         live = batch.mask.any(1)
         if _only_advantage(loss, config, has_values):
             live = (torch.where(batch.mask, batch.advantages, 0.0) != 0).any(1)
 
-        # If the sampling engine recorded all entropies, use them: they are exact and include those of skipped rows.
-        # Otherwise, compute them in the forward pass.
+        # If the sampling engine recorded all entropies, use them, because they are exact and cover skipped rows.
+        # Otherwise, compute entropies in the forward pass.
         entropies_known = not bool(torch.isnan(batch.entropies[batch.mask]).any())
         needs_entropy = config.entropy_coef > 0 or not (entropies_known or batch.imitation)
 
@@ -137,16 +138,16 @@ def ppo_step(
             check_cancelled=check_cancelled,
         )
 
-        # Make one update per minibatch. Collect statistics in `totals` for the whole step and in `last_epoch` for the
-        # last epoch, from which the KL and the clip fraction are computed.
+        # Make one update per minibatch. `totals` collects the statistics of the whole step, and `last_epoch` those of
+        # the last epoch. The KL and the clip fraction are computed from `last_epoch`.
         totals, last_epoch = RunningStats(), RunningStats()
         updates, norms, tokens, stopped = 0, 0.0, 0, False
         for epoch in schedule:
             last_epoch, tokens = RunningStats(), 0
             for rows in epoch:
-                # Compute token weights over the whole minibatch, so that its loss is the sum of the micro-batch losses.
+                # Compute token weights over the whole minibatch, whose loss is then the sum of the micro-batch losses.
                 weights = token_weights(batch, rows, config)
-                local = ranks.local_rows(batch, rows[live[rows]])
+                local = ranks.local_rows(rows[live[rows]], batch.lengths)
                 optimizer.zero_grad(set_to_none=True)
                 sums, gap = accumulate(inputs, local, weights)
                 if inputs.is_provisional:  # in the first minibatch
@@ -159,9 +160,9 @@ def ppo_step(
                         phases.lap("old")
                         optimizer.zero_grad(set_to_none=True)
                         sums, _ = accumulate(inputs, local, weights)
-                # If one process is cancelled, cancel all of them, so that their weights stay equal.
+                # If one process is cancelled, cancel all processes, because their weights must stay equal.
                 if not ranks.is_single:
-                    if policy.accelerator is None:  # the backward pass has summed them
+                    if policy.accelerator is None:  # otherwise, the backward pass has summed the gradients
                         ranks.sum_gradients(optimizer)
                     if ranks.sum_stats(sums, cancel is not None and cancel.is_set()):
                         raise _cancelled(optimizer)
@@ -186,7 +187,6 @@ def ppo_step(
     entropy = float(batch.entropies[batch.mask].mean())  # NaN if the engine did not record all of them
     if needs_entropy and not entropies_known:
         entropy = last_epoch.per_token("entropy")
-    scored = batch.rewards[batch.first_rows]
     trained_groups, live_groups = (len(batch.groups[some].unique()) for some in (batch.mask.any(1), live))
     return Stats(
         loss=totals["loss"] / updates,
@@ -194,27 +194,21 @@ def ppo_step(
         value_loss=totals["value_loss"] / updates if has_values else math.nan,
         kl_reference=_kl_reference(totals, inputs, config),
         approx_kl=last_epoch.per_token("approx_kl"),
-        clip_fraction=last_epoch["clipped"] / tokens,  # divide by all tokens, as skipped rows have no clipped tokens
+        clip_fraction=last_epoch["clipped"] / tokens,  # of all tokens, because skipped rows have no clipped ones
         entropy=entropy,
         grad_norm=norms / updates,
-        explained_variance=explained_variance(batch),
         ratio_max=1 + totals["ratio"],
         effective_sample_size=inputs.effective_sample_size,
         sampler_gap=inputs.sampler_gap,
-        reward_mean=float(scored.mean()),
-        reward_std=float(scored.std()) if len(scored) > 1 else 0.0,
-        advantage_mean=float(batch.advantages[batch.mask].mean()),
         updates=updates,
-        rows=len(batch),
-        tokens=int(batch.mask.sum()),
         dropped_groups=trained_groups - live_groups,
-        dropped=drop_counts(batch.dropped),
         stopped_early=stopped,
         lr=float(optimizer.param_groups[0]["lr"]),
         seconds=time.perf_counter() - started,
         phases=phases.seconds,
         detail=after,
         batch=batch if detail else None,
+        **batch_stats(batch),
     )
 
 
@@ -235,9 +229,9 @@ def _accumulate_gradients(
     """Accumulate the gradients of the given rows in the policy's parameters, micro-batch by micro-batch.
 
     Returns:
-        The statistics and, if the old logprobs are provisional, their largest difference from those of the policy. If
-        it exceeds `EXACT_GAP`, infinity is returned and the remaining rows are not computed. NaN means that nothing was
-        compared.
+        The statistics and, if the old logprobs are provisional, their largest difference from the logprobs of the
+        policy. If a difference exceeds `EXACT_GAP`, infinity is returned and the remaining rows are not computed. NaN
+        means that no logprobs were compared.
     """
     sums, gap = RunningStats(), math.nan
     for picked in policy.micro_batches(inputs.batch, rows, config.micro_tokens):
@@ -249,7 +243,7 @@ def _accumulate_gradients(
         if inputs.is_provisional:
             gaps = (out.logprob.detach() - micro.old_logprobs).abs()
             found = float(gaps.max()) if len(picked) else math.nan
-            if policy.accelerator is not None:  # all processes must continue or return
+            if policy.accelerator is not None:  # either all processes continue or all return
                 found = ranks.largest(found)
             if not found <= EXACT_GAP:
                 phases.lap("old")
@@ -262,7 +256,7 @@ def _accumulate_gradients(
         phases.lap("forward")
         objective.backward()
         sums.add(stats)
-        # Free the graph of the entropies, which the backward pass keeps if they are not in the loss.
+        # If the entropies are not in the loss, the backward pass keeps their graph, so free it here.
         del out, objective, stats
         phases.lap("backward")
     return sums, gap
@@ -271,9 +265,9 @@ def _accumulate_gradients(
 def _objective(
     out: ForwardOutput, micro: MicroBatch, loss: PolicyLoss, config: PPOConfig
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the objective of a micro-batch, which is minimized, and its statistics summed over tokens."""
-    # Compute the policy loss; for "ppo", max(-ratio A, -clip(ratio) A), see losses/surrogates.py. Clipped tokens are
-    # those at which its gradient is 0 although the advantage is not.
+    """Return the objective to minimize for a micro-batch, and statistics summed over its tokens."""
+    # Compute the policy loss, which is max(-ratio A, -clip(ratio) A) for "ppo"; see losses/surrogates.py. A token is
+    # clipped if the gradient of the policy loss is 0 although the advantage is not.
     objective = policy_loss = loss(out.logprob, micro).sum()
     policy_gradient = torch.autograd.grad(policy_loss, out.logprob, retain_graph=True)[0]
     log_ratio = (out.logprob - micro.old_logprobs).clamp(max=20.0)  # exp overflows float32 above 88
@@ -327,7 +321,7 @@ def _only_advantage(loss: PolicyLoss, config: PPOConfig, has_values: bool) -> bo
 async def ppo_step_async(
     policy: Policy, optimizer: torch.optim.Optimizer, batch: Batch, config: PPOConfig = _DEFAULTS, **options: Any
 ) -> Stats:
-    """Run `ppo_step` in a thread, so that it does not block the event loop.
+    """Run `ppo_step` in a thread without blocking the event loop.
 
     If the call is cancelled, the weights are those of the last complete update.
 
@@ -343,7 +337,7 @@ async def ppo_step_async(
 def _cancelled(optimizer: torch.optim.Optimizer) -> asyncio.CancelledError:
     """Discard the gradients and return a CancelledError for the caller to raise."""
     optimizer.zero_grad(set_to_none=True)
-    return asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last update")
+    return asyncio.CancelledError("ppo_step was cancelled; the weights are those of the last complete update")
 
 
 def _kl_reference(totals: RunningStats, inputs: StepInputs, config: PPOConfig) -> float:

@@ -16,7 +16,7 @@ import torch
 from agentfly_kit import seeds
 from agentfly_kit._async.pending_call import run_in_thread
 from agentfly_kit.agent.agent import Agent
-from agentfly_kit.agent.request import GroupWorkers, RolloutRequest
+from agentfly_kit.agent.request import GroupWorkers, RolloutRequest, group_ids
 from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.batch.filters import drop_reasons
@@ -176,7 +176,7 @@ class RolloutSampler:
         parts = await self.workers.all_gather_or_raise(mine, failed)
         rollout = _joined(parts, max(part.seconds for part in parts))
         # Order the groups by id, because groups that did not run because of a budget are missing.
-        ids = self.request(self.task_sampler.sample(index), index, "train").group_ids
+        ids = group_ids(self.task_sampler.sample(index), index, "train")
         places = {id: place for place, id in enumerate(ids)}
         return dataclasses.replace(rollout, groups=tuple(sorted(rollout.groups, key=lambda group: places[group.id])))
 

@@ -52,7 +52,7 @@ test_errors = errors.rejected(
     (
         demonstrations,
         af.errors.EmptyBatch,
-        "actions written by script, not sampled by a policy; to imitate them, use collate(",
+        "actions written by script, not sampled by a policy; to imitate these actions, use collate(",
     ),
     (lambda: af.collate(played(["5"]).rollout(tasks(1))), (af.errors.BatchError, AttributeError), "await"),
     (

@@ -322,7 +322,7 @@ def test_a_row_with_wrong_logprobs_is_found_in_the_first_minibatch(wrong: float,
     """The sampler's logprobs are used unless a row of the first minibatch differs by more than 1e-4."""
     policy = random_policy(0)
     batch = join([batch_of(policy) for _ in range(3)])
-    first = minibatches(batch, minibatch, torch.Generator().manual_seed(0))[0].tolist()
+    first = minibatches(batch.trajectory_index, minibatch, torch.Generator().manual_seed(0))[0].tolist()
     config = af.PPOConfig(minibatch=minibatch, micro_tokens=32)
     assert len(policy.micro_batches(batch, torch.tensor(first), 32)) > 1
     for row in range(0, len(batch), 3):
@@ -365,7 +365,7 @@ def test_a_difference_in_any_micro_batch_gives_the_result_of_recomputation(corre
 def test_old_logprobs_are_recomputed_if_the_first_minibatch_is_skipped() -> None:
     policy = random_policy(0)
     batch = join([batch_of(policy, stale=0.3) for _ in range(3)])
-    first = minibatches(batch, 12, torch.Generator().manual_seed(0))[0]
+    first = minibatches(batch.trajectory_index, 12, torch.Generator().manual_seed(0))[0]
     half = batch.advantages.clone()
     half[first] = 0.0
     found = []

@@ -172,7 +172,7 @@ def test_the_gradient_over_compacted_rows_matches_its_definition(how: str) -> No
 @pytest.mark.parametrize("size", [1, 3, 5, None])
 def test_minibatches_contain_whole_trajectories(size: int | None) -> None:
     batch = af.collate(folded(None, seed=6, count=11), af.advantages.grpo)
-    found = minibatches(batch, size, torch.Generator().manual_seed(0))
+    found = minibatches(batch.trajectory_index, size, torch.Generator().manual_seed(0))
     assert sorted(i for rows in found for i in rows.tolist()) == list(range(len(batch)))
     sets = [set(batch.trajectory_index[rows].tolist()) for rows in found]
     assert all(a.isdisjoint(b) for a, b in itertools.combinations(sets, 2))
