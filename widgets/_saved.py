@@ -42,7 +42,7 @@ def _request() -> dict[str, Any]:
 
 
 def current_cell() -> tuple[str, str]:
-    """Return the current cell's id ("" if the program that runs the cell sends none) and the id of this run."""
+    """Return the current cell's id ("" if the program that runs the cell sends none) and the id of this execution."""
     request = _request()
     return request.get("metadata", {}).get("cellId", ""), request.get("header", {}).get("msg_id", "")
 
@@ -106,7 +106,7 @@ def freeze(path: str | os.PathLike[str]) -> int:
             os.replace(spare, file)
         except OSError as error:
             spare.unlink(missing_ok=True)
-            error.add_note(f"{file} is unchanged; copy it to a folder in which you can write")
+            error.add_note(f"{file} is unchanged; copy it to a writable folder")
             raise
         if trusted:
             notary.sign(notebook)

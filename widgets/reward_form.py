@@ -366,7 +366,7 @@ def _page(about: dict[str, Any], title: str, busy: bool) -> str:
     else:
         if busy:
             out.append(
-                tag("div", "The reward was being scored again when this was saved; these are the last scores.")
+                tag("div", "The trajectories were being re-scored when this was saved; these are older scores.")
             )
         out.append(
             tag("div", f"mean reward {old['mean']} → {new['mean']}, success {old['success']} → {new['success']}, "
