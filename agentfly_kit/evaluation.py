@@ -123,7 +123,7 @@ async def evaluate(
         budget: limits shared by all chains of a seed. Chains that cannot start because of the budget are listed in
             `evaluation.rollout.not_run` and are not evaluated.
         group_budget: limits shared by the chains of one task and seed.
-        workers: worker processes that run the groups, created by `af.ray.workers`. With None, this process runs them.
+        workers: worker processes that run the groups, created by `af.ray.workers`. If None, this process runs them.
 
     Raises:
         SettingsError: if the agent has no reward, no chain was scored, or `seeds` is empty or has duplicates.
