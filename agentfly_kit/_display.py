@@ -93,7 +93,7 @@ def _bounded(method: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def load_html() -> Any:
-    """Return the module that defines `to_html`. `__init__.py` replaces this function with an import."""
+    """Return the module that defines `to_html`. `__init__.py` sets it, because this layer imports no other."""
     raise NotImplementedError
 
 

@@ -115,7 +115,7 @@ async def evaluate(
         agent: the agent to evaluate, which must have a reward.
         tasks: the tasks.
         group_size: number of chains per task and seed.
-        sampling: sampling parameters to use instead of those of the agent.
+        sampling: sampling parameters to use instead of the agent's parameters.
         seeds: distinct seeds, one per rollout. Evaluations never use the seeds of training rollouts.
         max_concurrency: maximum number of chains that run concurrently.
         greedy: whether to choose the most probable token instead of sampling. Greedy and sampled results are not

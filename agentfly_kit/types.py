@@ -264,7 +264,7 @@ class ToolCall(Displayable):
         result: Result of the call; None until the call has run.
         error: Parse error, which is shown to the model, or None. After a parse error, `name` may be empty.
         raw: Text from which the call was parsed, if the chat format keeps it.
-        rerunner: Function to which `rerun` passes this call. Set by the running chain and not saved to disk.
+        rerunner: Function to which `rerun` passes this call. It is set by the running chain and not saved to disk.
     """
 
     id: str

@@ -271,7 +271,7 @@ class View(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         page = self._static()
         assert len(page.encode()) <= STATIC_LIMIT, f"the static form of {self!r} is over {STATIC_LIMIT:,} bytes"
-        if self.comm is None:  # closed
+        if self.comm is None:  # the view is closed
             return {"text/plain": repr(self), "text/html": page}, {}
         self._hold()
         live: Any = super()._repr_mimebundle_(**kwargs)

@@ -35,7 +35,7 @@ def _after_cell(*_: Any) -> None:
 
 
 def _request() -> dict[str, Any]:
-    """Return the message that requested the current cell's execution, or {} outside of a kernel."""
+    """Return the message that requested the current cell's execution, or {} outside a kernel."""
     ipython = sys.modules.get("IPython")
     kernel = getattr(ipython and ipython.get_ipython(), "kernel", None)
     return {} if kernel is None else kernel.get_parent("shell") or {}

@@ -45,7 +45,7 @@ def page(rows: list[Row], about: dict[str, Any], signal: str, title: str) -> str
         words = {"low": "lowest", "high": "highest", "far": f"farthest from {number(summary['middle'])}"}
         head = escape(f"{words[summary['telling']]} {summary['label']}")
         out.append(
-            f"<details><summary>{len(telling)} most telling tokens: {head}</summary><table><thead><tr>"
+            f"<details><summary>{len(telling)} most informative tokens: {head}</summary><table><thead><tr>"
             f"<th>trajectory</th><th>token</th><th>piece</th><th>{escape(summary['label'])}</th>{more}</tr></thead><tbody>{table}</tbody></table></details>"
         )
     shown = rows_shown = 0

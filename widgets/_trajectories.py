@@ -160,7 +160,7 @@ def _calls(k: Entry) -> list[Any]:
 
 @dataclass(frozen=True)
 class Column:
-    """Column of the list, or a hidden number by which the list can be sorted.
+    """Column of the list, or a hidden number used for sorting the list.
 
     Attributes:
         key: Name of the column in the buffers; its cells have the class "afk-c-" + key.

@@ -49,7 +49,8 @@ class RewardForm(ChainsView):
         rollout: A Rollout, its trajectories, or the path of a saved rollout.
         agent: The agent that produced the trajectories, needed to open a trajectory in the stepper.
         follow: True to re-score whenever the cell that defines the reward is re-run.
-        success: The rule that decides whether a chain succeeds, as in `Agent(success=)`; by default that of `agent`.
+        success: The rule that decides whether a chain succeeds, as in `Agent(success=)`; by default the rule of
+            `agent`.
 
     Raises:  TaskError if a task lacks a field that the reward needs.
     """

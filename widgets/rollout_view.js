@@ -3,7 +3,7 @@
 // A chain in state "done" is shown as "succeeded", "done" (no success) or "unscored" (no reward).
 export const STATES = ["queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled", "succeeded", "unscored"];
 const SIGN = { queued: "·", waiting: "◌", sampling: "●", sandbox: "◔", tool: "◆", scoring: "★", succeeded: "✓", done: "○", unscored: "?", failed: "✕", cancelled: "⊘" };
-const WORD = { queued: "not started", sandbox: "waiting for a sandbox", tool: "in a tool", done: "no success", unscored: "no reward" };
+const WORD = { queued: "not started", sandbox: "waiting for a sandbox", tool: "running a tool", done: "no success", unscored: "no reward" };
 const SHORT = { ...WORD, sandbox: "needs a sandbox" }; // for the line of a chain
 const OVER = new Set(["succeeded", "done", "unscored", "failed", "cancelled"]);
 const BANDS = ["succeeded", "done", "unscored", "failed", "cancelled", "scoring", "tool", "sandbox", "sampling", "waiting"];

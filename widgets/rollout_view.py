@@ -20,7 +20,7 @@ STATES = ("queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done",
 # The page shows a chain in state "done" as "succeeded", "done" (no success) or "unscored" (no reward).
 RESULTS = (*STATES, "succeeded", "unscored")
 WORDS = {
-    "sandbox": "waiting for a sandbox", "tool": "in a tool", "waiting": "waiting", "queued": "not started",
+    "sandbox": "waiting for a sandbox", "tool": "running a tool", "waiting": "waiting", "queued": "not started",
     "done": "no success", "unscored": "no reward",
 }  # fmt: skip
 SIGNS = {

@@ -25,7 +25,7 @@ from ._train_picture import first_number, last_number, page, step_range
 _LISTED = 100
 # Maximum number of trajectories listed for a step; `view.rollout` contains all of them.
 _ROWS = 200
-# Interval in seconds at which the states of the runs are compared with those shown.
+# Interval in seconds between checks whether the states of runs have changed.
 _POLL_SECONDS = 0.4
 
 
@@ -177,7 +177,7 @@ class TrainView(ChainsView, LiveView):
         super()._update_picture()
 
     def _controlled(self) -> tuple[Any, dict[str, bool]]:
-        """Return the run to which the buttons apply, and their flags."""
+        """Return the run that the buttons control, and the flags of the buttons."""
         controls = [(each, each.control) for each in self._sources]
         for flag in ("can", "ended"):
             for each, control in controls:

@@ -189,7 +189,8 @@ class ImageReader:
         return "".join([*parts, decode(ids[end:])])
 
     def encode(self, text: str, images: Sequence[Image], encode: Callable[..., tuple[int, ...]]) -> ImageIds:
-        """Encode rendered text in which each image has one placeholder. Placeholder strings in messages must be split.
+        """Encode rendered text in which each image has one placeholder. Placeholder strings in messages must have been
+        replaced by marks.
 
         Args:
             text: The text.

@@ -102,7 +102,8 @@ def same_start(e: Evidence) -> Result:
     texts = set[tuple[str, ...]]().union(*e.starts.values())
     if len(e.starts) < 2 or len(texts) > 1 or any(len(set.union(*seen)) > 1 for seen in shared.values()):
         return None
-    # Without text from the environment or several results to compare, the tasks may differ in something not shown.
+    # Without text from the environment or several results to compare, the tasks may differ in ways that chains do not
+    # show.
     if sum(len(calls) == 1 for calls in shared) < 3 and min(texts)[-1:] == (text_of(e.chains[0].task.messages[-1]),):
         return None
     return f"All {len(e.starts)} tasks start with the same text, and equal calls get equal results.", 1.0, 1.0

@@ -79,7 +79,7 @@ _CHECKS: tuple[tuple[Callable[[Evidence], Result], bool, str, str], ...] = (
         chains.other_tokenizer,
         False,
         _CHAIN,
-        "Use the same tokenizer and model in engine, chat and policy, such as policy.chat and af.LocalEngine(policy).",
+        "Use the same tokenizer and model in engine, chat and policy, as in af.LocalEngine(policy) and policy.chat.",
     ),
     (
         chains.unscored,

@@ -43,7 +43,7 @@ def reversed_advantages(e: Evidence) -> Result:
         return None
     advantages = e.batch.advantages.nanmean(1).double().numpy()
     r = correlation(centered(e.batch.rewards.double().numpy(), e.batch.groups.tolist()), advantages)
-    text = f"Higher rewards have lower advantages (correlation {r:+.2f} within groups)."
+    text = f"Chains with higher rewards have lower advantages (correlation {r:+.2f} within groups)."
     return (text, r, 1.0) if r < -0.3 else None
 
 

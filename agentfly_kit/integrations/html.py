@@ -483,7 +483,7 @@ _RENDERERS: dict[str, Callable[[Any], str]] = {
 
 
 def to_html(value: object) -> str:
-    """Return the HTML of a public object. Instances of a subclass are shown like those of the base class.
+    """Return the HTML of a public object. Instances of a subclass are shown like instances of the base class.
 
     The class is looked up by name instead of being imported, so that displaying a task does not import torch.
     """

@@ -4,10 +4,11 @@ Layouts, by the columns of a row:
 
 messages              OpenAI, ART, and Anthropic, whose content consists of blocks; the column "system" is the system
                       message
-messages_and_choices  ART before it wrote Parquet files; a row with "trajectories" is a group conversations
-ShareGPT, with "from" and "value" segments              AgentFly: one conversation for each context that the agent had
-name, value           an event of AgentFly's JSONL monitor, whose value is the JSON of segments samples               a
-JSON log of Inspect, with one conversation and its scores per sample
+messages_and_choices  ART before it wrote Parquet files; a row with "trajectories" is a group of trajectories
+conversations         ShareGPT, with "from" and "value"
+segments              AgentFly: one conversation for each context of the agent
+name, value           an event of AgentFly's JSONL monitor, whose value is the JSON of segments
+samples               a JSON log of Inspect, with one conversation and its scores per sample
 """
 
 from __future__ import annotations
@@ -37,8 +38,7 @@ _INSPECT_VALUES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 
 
 def conversations(columns: dict[str, Any], location: str) -> list[list[Any]] | None:
-    """Remove the conversations from the columns of a row, and return the messages of each, or None without a
-    conversation.
+    """Remove the conversations from the columns of a row, and return the messages of each, or None if there are none.
 
     In messages of ART, "trainable" is True if the policy sampled them and False otherwise.
     """

@@ -63,7 +63,7 @@ def load_gguf(file: Path, **options: Any) -> tuple[Any, Any]:
 
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    # Only the other progress bars of transformers can be disabled by a setting; see `without_output`.
+    # The progress bar of the conversion cannot be disabled by a setting, unlike others; see `without_output`.
     conversion: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     with _loading:
         before, conversion.tqdm = conversion.tqdm, transformers_logging.tqdm

@@ -80,7 +80,8 @@ class Policy(Displayable, LanguageModel):
             self.value_head = value_head or None
         # Number of optimizer steps that `ppo_step` has taken on these weights.
         self.version = version
-        # Held during weight updates and forward passes of an engine, so that no sample uses partly updated weights.
+        # Lock held during weight updates and forward passes of an engine, so that no sample uses partly updated
+        # weights.
         self.lock = threading.Lock()
         # Fingerprint of the initial weights of each run, keyed by folder, to identify the run if a cell is rerun.
         self.run_fingerprints: dict[str, str] = {}

@@ -39,7 +39,7 @@ def build_prefix_trees(keys: Tensor, lengths: list[int], *, scale: float, max_to
         return []
     count = np.array(lengths)
     columns = np.arange(keys.shape[1])
-    # Pad with 0, so that a row is sorted before the rows of which it is a prefix.
+    # Pad with 0, so that a row is sorted before the rows that begin with it.
     padded = np.where(columns < count[:, None], keys.cpu().numpy() + 1, 0)
     texts = [row.tobytes() for row in padded.astype(">i8")]  # big-endian bytes sort like keys
     order = sorted(range(len(texts)), key=texts.__getitem__)
@@ -63,7 +63,7 @@ def build_prefix_trees(keys: Tensor, lengths: list[int], *, scale: float, max_to
 
 @dataclass(frozen=True)
 class PackedTrees:
-    """P prefix trees, padded on the right to W tokens, with a map from the tokens of B rows to those of the trees."""
+    """P prefix trees, padded on the right to W tokens, with a map from tokens of B rows to tokens of the trees."""
 
     ids: Tensor  # (P, W)
     positions: Tensor  # (P, W): position of each token within its rows

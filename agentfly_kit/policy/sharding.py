@@ -78,7 +78,7 @@ def _subclass(mixin: type, base: type) -> Any:
 
 
 class ShardedPolicy(Policy):
-    """Policy with sharded weights: each process holds a part of each. All processes must call its methods together."""
+    """Policy whose weights are sharded over processes. All processes must call its methods together."""
 
     # --- forward passes ---
 

@@ -28,7 +28,7 @@ class RowImages:
     """Features of the images in B rows of T tokens.
 
     Attributes:
-        features: Features of the distinct images, (F, d), and those of DeepStack, (F, d) each.
+        features: Features of the distinct images, (F, d), and features of DeepStack, (F, d) each.
         index: Index into the features for each placeholder, (B, T); -1 at other tokens.
         positions: Rotary positions, (3, B, T), for models with positions in three dimensions, otherwise None.
     """
@@ -83,7 +83,7 @@ def row_images(
             computed one image at a time and added. If None, images of the same shape are computed together.
 
     Raises:
-        PolicyError: If the policy cannot read images, or the placeholders are not those of its processor.
+        PolicyError: If the policy cannot read images, or the placeholders do not match its processor.
     """
     if policy.image_obstacle:
         raise PolicyError(f"{policy!r} cannot read images: {policy.image_obstacle}")

@@ -243,8 +243,8 @@ def learner(
 
     Such a policy learns fixed associations, copying of words, and choosing among the behaviors in the demonstrations.
     It hardly learns to compare two words, to count or to search: after 400 updates on perfect searches for an item on
-    six shelves, it found half of the items. Before training it further, compare its success with that of a random
-    agent.
+    six shelves, it found half of the items. Before training it further, compare its success with the success of a
+    random agent.
 
     With conversations of 70 tokens and the default batch, 150 updates took 14 s of CPU time (`time.process_time`) with
     one thread on an otherwise idle core of an AMD EPYC, and the default of 300 takes twice as long. The time is about
@@ -287,7 +287,7 @@ def learner(
 
 
 def _check_demonstration(messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> Sequence[Message]:
-    """Return the normalized messages. Raise SettingsError if none is by the assistant, or an unknown tool is called."""
+    """Return the normalized messages. Raise SettingsError if no assistant message or an unknown tool is found."""
     messages = normalize_messages(messages, "demonstrate", answered=True)
     if all(message["role"] != "assistant" for message in messages):
         raise SettingsError("demonstrate must return at least one message with the role 'assistant', got none")

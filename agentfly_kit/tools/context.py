@@ -226,7 +226,7 @@ class Context(Displayable):
             ) from error
         twin.fields._own = copy.deepcopy(self.fields._own)
         twin.reset_results = dict(self.reset_results)
-        # Only the leases acquired here must not wait.
+        # The leases acquired here must not wait in the queue; later leases may.
         if not queue:
             twin._acquire_options = {"queue": False}
         try:

@@ -83,9 +83,9 @@ def _is_of_package(function: Any) -> bool:
 def function_fingerprint(function: Callable[..., Any], *more: str) -> str:
     """Return a hash (16 hex digits) of a function's code, the constants and user functions that it uses, and `more`.
 
-    User functions are those defined in the module of `function` or outside installed packages. Constants and arguments
-    of a `functools.partial` are included only if they are immutable (numbers, strings, tuples), because lists, dicts
-    and objects may hold state.
+    User functions are functions defined in the module of `function` or outside installed packages. Constants and
+    arguments of a `functools.partial` are included only if they are immutable (numbers, strings, tuples), because
+    lists, dicts and objects may hold state.
     """
     if isinstance(function, functools.partial):
         fixed = (function.args, tuple(sorted(function.keywords.items())))

@@ -43,7 +43,7 @@ def to_result(value: Any) -> ToolResult:
 
 
 _MAX_IMAGES = 16
-# Base64 data in a result, such as an image. It would fill the prompt, but short data may be text for the model.
+# Base64 data in a result, such as an image, would fill the prompt. Short data is kept, because it may be text.
 _DATA_URL = re.compile(r"data:(\w+)(/[\w.+-]+)(?:;[\w=.+-]+)*;base64,([\w+/-]{64,}=*)")
 _IMAGE = re.compile(rb"(?P<png>\x89PNG)|(?P<jpeg>\xff\xd8\xff)|(?P<gif>GIF8)|(?P<webp>RIFF....WEBP)", re.DOTALL)
 _ANY: TypeAdapter[Any] = TypeAdapter(Any)

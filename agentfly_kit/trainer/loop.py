@@ -88,7 +88,7 @@ def train(
         accelerator: An accelerate.Accelerator with several processes, each of which must make the same call. The tasks
             of an iteration and the rows of an update are distributed over the processes. All processes must have access
             to the folder. Results equal those of one process up to rounding. By default, the accelerator of a sharded
-            policy.
+            policy is used.
         teacher: Model to distill from, with the vocabulary of `policy`: a `Policy`, a `VLLMEngine`, or an
             `OpenAIEngine` connected to a vLLM server. It is not trained. See `config.teacher_coef`.
         reference: Reference policy for the KL penalty, such as one after imitation; `policy.reference()` by default.
@@ -311,7 +311,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._check_identity()  # functions may have changed since `train` was called
         self._check_not_iterating()
         loop = self._loop = object()
-        outcome, self.error = "stopped", None  # also applies if the caller's loop ends with `break`
+        outcome, self.error = "stopped", None  # also the outcome if the caller's loop ends with `break`
         try:
             while (step := await self._next_step()) is not None:
                 yield step

@@ -157,5 +157,5 @@ class Updater:
         first = self._first_step
         now = config.lr + (end - config.lr) * ((index - first) / max(1, config.steps - 1 - first))
         now *= min(1, (index + 1) / (config.lr_warmup + 1))
-        # The learning rate of the value head is a fixed multiple of that of the policy.
+        # The learning rate of the value head is a fixed multiple of the policy's learning rate.
         return [now * group.setdefault("scale", group["lr"] / config.lr) for group in self.optimizer.param_groups]

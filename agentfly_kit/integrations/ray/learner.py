@@ -224,7 +224,7 @@ class Learner(Displayable):
         changes = _changes(reference)
         if self._reference is None or self._reference[0] is not reference or self._reference[1] != changes:
             self._reference = reference, changes, _put("the reference policy", reference)
-        return [self._reference[2]]  # in a list, so that Ray does not fetch it for every call
+        return [self._reference[2]]  # in a list, so that Ray does not fetch the policy for every call
 
     @pending_call
     async def reset(self, lr: float | None = None) -> None:
