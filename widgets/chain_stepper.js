@@ -103,7 +103,7 @@ export default {
           if (c.unreadable !== null) line.append(h("div", { class: "afk-bad" }, `✕ could not be read: ${c.unreadable}`));
           if (c.ok !== null) {
             line.append(h("div", { class: c.ok ? "" : "afk-bad" }, c.ok ? "✓ " : "✕ failed: ", h("code", { class: "afk-said", dir: "auto" }, c.result),
-              h("span", { class: "afk-soft afk-num" }, ` · ${brief(c.seconds)}${c.truncated ? ", cut" : ""}`)));
+              h("span", { class: "afk-soft afk-num" }, ` · ${brief(c.seconds)}${c.truncated ? ", truncated" : ""}`)));
           }
           if (c.error !== null) {
             line.append(h("details", {}, h("summary", {}, c.error), h("pre", {}, c.traceback || "no traceback")));
@@ -164,7 +164,7 @@ export default {
           bars.replaceChildren();
           barsTitle.textContent = d.entropy !== undefined ? `entropy ${d.entropy} nats` : "";
           if (d.why) bars.append(h("div", { class: "afk-soft" }, d.why));
-          else if (!d.ids) bars.append(h("div", { class: "afk-soft" }, toggle.checked ? "The chain does not expect an action." : "Not requested."));
+          else if (!d.ids) bars.append(h("div", { class: "afk-soft" }, toggle.checked ? "The chain does not expect an action." : "Tick the box to request probabilities."));
           else {
             d.ids.forEach((id, i) => {
               const fill = h("span", { class: "afk-fill", "aria-hidden": "true" });

@@ -126,11 +126,11 @@ export default {
         const since = () => (performance.now() - sentAt) / 1000;
         function drawOwners(state) {
           const held = (ids) => h("button", { type: "button", class: "afk-link", title: "Select the sandboxes of this owner", onclick: () => choose(ids) }, ids.map((id) => `#${id}`).join(" "));
-          drawTable(["owner", "holds", "for", "turn", "how"], ["for", "turn"], owners(state).map((r) => [h("bdi", {}, r.owner), held(r.ids), r.age === null ? "" : duration(r.age + since()), r.turns.join(" "),
+          drawTable(["owner", "sandboxes", "time", "turn", "leased by"], ["time", "turn"], owners(state).map((r) => [h("bdi", {}, r.owner), held(r.ids), r.age === null ? "" : duration(r.age + since()), r.turns.join(" "),
             r.hands.length ? h("span", { class: "afk-hand" }, r.hands[0]) : "chain or code"]), "Nothing is leased.");
         }
         function drawEvents(state) {
-          drawTable(["ago", "sandbox", "event", "owner", "reason"], ["ago"], state.events.map(([age, id, kind, owner, detail]) => [duration(age + since()), id === null ? "" : `#${id}`, kind, h("bdi", {}, owner ?? ""), detail]), "No sandbox died, failed to start, or was replaced, and no request was refused.");
+          drawTable(["ago", "sandbox", "event", "owner", "reason"], ["ago"], state.events.map(([age, id, kind, owner, detail]) => [duration(age + since()), id === null ? "" : `#${id}`, kind, h("bdi", {}, owner ?? ""), detail]), "No events. Events are listed if a sandbox dies, fails to start or is replaced, or a request is refused.");
         }
 
         const numbers = {};

@@ -437,7 +437,7 @@ export default {
           x.order ??= ranked(signals[x.name], col).filter((i) => signals[x.name].scale !== "flag" || col.at(i) > 0).slice(0, 2000);
           if (x.name === "clipped") x.order.sort((a, b) => a - b);
           if (!x.order.length) {
-            chosen.textContent = `no token: ${x.button.textContent}`;
+            chosen.textContent = `no token found for "${x.button.textContent}"`;
             return;
           }
           // Clipped tokens are visited in text order from the cursor; other signals from the largest value on.

@@ -301,7 +301,7 @@ export default {
             c.unreadable !== null ? h("div", { class: "afk-bad" }, `✕ could not be read: ${c.unreadable}`) : null);
         }
         function result(c) {
-          const seconds = h("span", { class: "afk-soft afk-num" }, ` · ${brief(c.seconds)}${c.truncated ? ", cut" : ""}`);
+          const seconds = h("span", { class: "afk-soft afk-num" }, ` · ${brief(c.seconds)}${c.truncated ? ", truncated" : ""}`);
           return [h("div", { class: c.ok ? "" : "afk-bad" }, c.ok ? "✓" : "✕ failed", seconds), ...prose(c.result),
             c.error !== null ? h("details", {}, h("summary", {}, c.error), h("pre", { tabindex: "0" }, c.traceback || "no traceback")) : ""];
         }
@@ -355,7 +355,7 @@ export default {
             detail.append(h("div", { class: "afk-soft afk-hint" }, "Select a trajectory to read it. Several are shown side by side."));
             return;
           }
-          if (d.of > d.columns.length) detail.append(h("div", { class: "afk-note" }, `The first ${d.columns.length} of ${d.of.toLocaleString("en-US")} selected are shown here; view.selection has all.`));
+          if (d.of > d.columns.length) detail.append(h("div", { class: "afk-note" }, `The first ${d.columns.length} of ${d.of.toLocaleString("en-US")} selected trajectories are shown here; view.selection contains all of them.`));
           if (d.columns.length > 1) {
             const lines = h("div", { class: "afk-tree", role: "group", "aria-label": "Turns shared by the selected chains" });
             const name = Object.fromEntries(d.columns.map((c) => [c.i, c.name === c.id ? c.id : `“${c.question.slice(0, 40)}” ${c.name}`]));

@@ -171,7 +171,7 @@ def token_distribution(distribution: Distribution) -> str:
 def sql_result(result: SQLResult) -> str:
     out = ""
     if result.columns:
-        out = heading(f"{len(result.rows):,} rows" + (", cut off" if result.truncated else ""))
+        out = heading(f"{len(result.rows):,} rows" + (", truncated" if result.truncated else ""))
         rows = (row[:20] for row in result.rows)
         out += table(result.columns[:20], rows, 200, max_rows=20)
     if result.error or not result.columns:
@@ -182,7 +182,7 @@ def sql_result(result: SQLResult) -> str:
 def tool_call(call: ToolCall) -> str:
     result = call.result
     state = "unreadable" if call.error else "not run" if result is None else "ok" if result.ok else "failed"
-    state += ", cut" if result is not None and result.truncated else ""
+    state += ", truncated" if result is not None and result.truncated else ""
     content = call.error or ("" if result is None else result.observation)
     arguments = ", ".join(f"{k}={v!r}" for k, v in call.arguments.items())
     row = (call.name or "?", Code(arguments), state, Code(content), None if result is None else result.seconds)
