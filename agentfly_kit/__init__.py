@@ -18,8 +18,8 @@ from agentfly_kit import _display
 
 __version__ = "0.3.0"
 
-# In the strict mode of MKL, the rounding of a row of a matrix product does not depend on the number of rows, which
-# `LocalEngine` requires. MKL reads the variable when it is first called in the process.
+# `LocalEngine` requires that the rounding of a row of a matrix product does not depend on the number of rows, as in the
+# strict mode of MKL. MKL reads the variable when it is first called in the process.
 os.environ.setdefault("MKL_CBWR", "AUTO,STRICT")
 
 # The module that displays objects in notebooks is imported when the first object is displayed.

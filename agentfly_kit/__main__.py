@@ -124,13 +124,13 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="command")
     lab = commands.add_parser("lab", help="copy the course to a folder and open it in JupyterLab (the default)")
     lab.add_argument("folder", nargs="?", type=Path, default=Path("agentfly-course"), help="%(default)s by default")
-    lab.add_argument("--port", type=int, help="port of JupyterLab; by default the first free one from 8888")
-    lab.add_argument("--no-browser", action="store_true", help="print the address, open no browser")
+    lab.add_argument("--port", type=int, help="port of JupyterLab; by default the first free port from 8888")
+    lab.add_argument("--no-browser", action="store_true", help="print the address and do not open a browser")
     demo = commands.add_parser("demo", help="run the quickstart in this terminal and write it as an HTML page")
     demo.add_argument("notebook", nargs="?", type=Path, help="the quickstart by default")
     demo.add_argument(
         "--out", type=Path, default=Path("agentfly-demo"),
-        help="an empty or new folder, or that of an earlier demo; %(default)s by default",
+        help="an empty or new folder, or the folder of an earlier demo; %(default)s by default",
     )  # fmt: skip
     demo.add_argument("--save", action="store_true", help="write the outputs back into the notebook")
     commands.add_parser("doctor", help="check the installation and print commands for what is missing")
@@ -148,7 +148,7 @@ def main(argv: list[str] | None = None) -> int:
     """
     if sys.version_info < (3, 11):  # noqa: UP036  (a checkout can be run with any Python)
         version = ".".join(map(str, sys.version_info[:2]))
-        print(f"agentfly-kit: needs Python 3.11 or newer, this is {version} ({sys.executable})", file=sys.stderr)
+        print(f"agentfly-kit: needs Python 3.11 or newer, got {version} ({sys.executable})", file=sys.stderr)
         return 1
     parser = _parser()
     given = sys.argv[1:] if argv is None else argv

@@ -41,7 +41,7 @@ def title(source: str) -> str:
 
 
 def static(notebook: Any) -> None:
-    """Remove empty outputs, memory addresses and widgets with a text/html version, and add texts to plotly figures."""
+    """Remove empty outputs, memory addresses and widgets with a text/html version, and describe plotly figures."""
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         if "outputs" in cell:
@@ -49,7 +49,7 @@ def static(notebook: Any) -> None:
         for output in cell.get("outputs", []):
             data = output.get("data", {})
             if PLOTLY in data:
-                data.setdefault("text/plain", "A figure that JupyterLab draws.")
+                data.setdefault("text/plain", "An interactive figure, shown only in JupyterLab.")
             if "text/plain" in data:
                 data["text/plain"] = re.sub(" at 0x[0-9a-f]+", "", data["text/plain"])
             if "text/html" in data:
@@ -177,7 +177,7 @@ def run_demo(path: Path, out: Path, save: bool = False) -> int:
     """Run the notebook at `path` in the folder `out`. If `save` is True, save its outputs. Return the exit code."""
     name = re.sub(r"^\d+_", "", path.stem)
     if not path.exists():
-        print(f"demo: no notebook {path}", file=sys.stderr)
+        print(f"demo: the notebook {path} does not exist", file=sys.stderr)
         return 1
 
     if save and not os.access(path, os.W_OK):

@@ -20,7 +20,7 @@ _PROGRESS_SECONDS = 1.0
 
 
 class _ShortRepr(reprlib.Repr):
-    """Creates short reprs of nested values, without memory addresses. Arrays and tensors appear as dtype and shape."""
+    """Short reprs of nested values, without memory addresses. Arrays and tensors appear as dtype and shape."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def _bounded(method: Callable[[Any], str]) -> Callable[[Any], str]:
 
 
 def load_html() -> Any:
-    """Return the module that defines `to_html`. `__init__.py` replaces this function: this layer imports no other."""
+    """Return the module that defines `to_html`. `__init__.py` sets it, because this layer imports no other."""
     raise NotImplementedError
 
 
@@ -137,7 +137,7 @@ def show_progress(describe: Callable[[], str], result: Callable[[], str] | None 
 
     Args:
         describe: Function that returns the text, such as "loading torch, about 10 s". It is called every second.
-        result: Function that returns a text that replaces the line if the block succeeds, and remains.
+        result: Function that returns a text, which replaces the line after a successful block and stays visible.
     """
     shell: Any = sys.modules["IPython"].get_ipython() if "IPython" in sys.modules else None
     notebook = hasattr(shell, "kernel")

@@ -125,7 +125,7 @@ def _torch() -> Check:
     version = _version("torch")
     import torch
 
-    device = "no GPU; tiny policies on the CPU"
+    device = "no GPU; tiny policies run on the CPU"
     if torch.cuda.is_available():
         device = f"{torch.cuda.get_device_name()}, {torch.cuda.mem_get_info()[1] / 2**30:.0f} GiB"
     return Check("LocalEngine", f"torch {version}, {device}", True)
@@ -160,7 +160,7 @@ def _agents() -> Check:
     if not found:
         return Check(
             "agents",
-            "none installed; needed only for Agent(harness=...) over HTTP or with one of them",
+            "none installed; needed only for Agent(harness=...) over HTTP or with a framework",
             None,
             'pip install "agentfly_kit[agents]"',
         )
@@ -179,7 +179,7 @@ def _sandboxes() -> Check:
     if level == "landlock":
         state = "landlock: no access to your files, no network, weaker limits; see af.sandbox_report()"
     else:
-        state = f"{level}: code runs with your rights; see af.sandbox_report()"
+        state = f"{level}: code runs with your permissions; see af.sandbox_report()"
     return Check("sandboxes", state, True, "apt-get install bubblewrap   # or conda install conda-forge::bubblewrap")
 
 

@@ -114,7 +114,7 @@ def check_settings(settings: Any, limits: Mapping[str, Any]) -> None:
     """Raise SettingsError if a field of the dataclass `settings` has a wrong type or is not within its limit.
 
     Args:
-        settings: A dataclass. Fields whose annotations have other types than those in `_TYPES` are not checked.
+        settings: A dataclass. Fields whose types are not in `_TYPES` are not checked.
         limits: The limit for `check_value` or a Literal type with the allowed values, keyed by field name. A limit that
             cannot be checked raises KeyError or ValueError for any settings.
     """
@@ -148,7 +148,7 @@ def check_accepts(name: str, function: Any, *arguments: str) -> None:
         raise SettingsError(text) from None
 
 
-# Keywords of each function, with their names in TRL, verl and PyTorch.
+# Keywords of each function, with the corresponding names in TRL, verl and PyTorch.
 _OTHER_NAMES = {
     "af.TrainConfig": {
         "advantage": "adv_estimator advantage_estimator",
@@ -358,7 +358,7 @@ class PoolClosed(HostError):
     """Raised when a closed pool is used, or when a pool is closed while a caller is waiting for a sandbox."""
 
 
-if not TYPE_CHECKING:  # for type checkers, a module with this function has every name
+if not TYPE_CHECKING:  # type checkers assume that a module with this function has every name
 
     def __getattr__(name: str) -> Any:
         raise sys.modules["agentfly_kit"]._missing(f"errors.{name}")

@@ -115,7 +115,7 @@ async def evaluate(
         agent: the agent to evaluate, which must have a reward.
         tasks: the tasks.
         group_size: number of chains per task and seed.
-        sampling: sampling parameters to use instead of those of the agent.
+        sampling: sampling parameters to use instead of the agent's parameters.
         seeds: distinct seeds, one per rollout. Evaluations never use the seeds of training rollouts.
         max_concurrency: maximum number of chains that run concurrently.
         greedy: whether to choose the most probable token instead of sampling. Greedy and sampled results are not
@@ -123,7 +123,7 @@ async def evaluate(
         budget: limits shared by all chains of a seed. Chains that cannot start because of the budget are listed in
             `evaluation.rollout.not_run` and are not evaluated.
         group_budget: limits shared by the chains of one task and seed.
-        workers: worker processes that run the groups, created by `af.ray.workers`. With None, this process runs them.
+        workers: worker processes that run the groups, created by `af.ray.workers`. If None, this process runs them.
 
     Raises:
         SettingsError: if the agent has no reward, no chain was scored, or `seeds` is empty or has duplicates.

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 # Limits of one image. They are checked against the header, before any pixel is decoded.
 MAX_PIXELS, MAX_SIDE, MAX_BYTES = 2**22, 8192, 2**24
-# Other formats of Pillow are seldom used, and their decoders are less hardened: one runs an external program.
+# Accepted formats. Other formats of Pillow are rarely used, and their decoders are less secure.
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP")
-# Longest side of a preview in pixels, and size in bytes up to which views and the repr show the image itself.
+# Longest side of a preview in pixels, and maximum sizes in bytes of images that views and the repr show in full.
 _PREVIEW_SIDE, _PREVIEW_BYTES, _REPR_BYTES = 240, 8192, 2**17
 
 
@@ -34,8 +34,7 @@ class Image(Displayable):
     """Immutable RGB image in a message or tool result.
 
     The image is decoded once, when it is created. Transparent pixels are blended with white, the orientation in EXIF
-    data is applied, and 16-bit greys are scaled to 8 bits. Two images are equal if their sizes and
-    pixels are.
+    data is applied, and 16-bit greys are scaled to 8 bits. Two images are equal if their sizes and pixels are equal.
 
     Args:
         source: Image of Pillow, matplotlib figure, path, content of a PNG, JPEG, GIF, WebP or BMP file as bytes, or
@@ -119,7 +118,7 @@ class Image(Displayable):
         """Return the image as an RGB image of Pillow.
 
         Raises:
-            RunError: If a file of a saved rollout has other pixels than when it was saved.
+            RunError: If the pixels in a file of a saved rollout were changed after saving.
         """
         import PIL.Image
 
@@ -190,16 +189,17 @@ def from_part(source: Any) -> Image:
 
 @functools.lru_cache(maxsize=16)
 def _from_url(url: str) -> Image:
-    """Decode a data URL. Programs behind an endpoint send the images of a conversation again with each request."""
+    """Decode a data URL. Cached, because endpoint clients send all images with each request."""
     return Image(url)
 
 
 def row_keys(ids: npt.NDArray[np.int64], spans: Iterable[tuple[Image, int, int]]) -> npt.NDArray[np.int64]:
-    """Return ids, (T,), in which those of placeholders are replaced by keys: unequal images have unequal keys.
+    """Return ids, (T,), in which the ids of placeholders are replaced by keys that differ for different images.
 
-    Equal ids do not mean equal inputs of a model, because the placeholders of all images have the same ids. Whatever is
-    shared between rows with a common prefix must therefore compare keys. The key of a placeholder is a hash of its
-    image, of its index among the placeholders of the image, and of their number. Keys are larger than any id.
+    Equal ids do not mean equal inputs of a model, because the placeholders of all images have the same ids. Code that
+    shares computations between rows with a common prefix must therefore compare keys. The key of a placeholder is a
+    hash of its image, of its index among the placeholders of the image, and of their number. Keys are larger than any
+    id.
 
     Args:
         ids: Token ids.
@@ -280,7 +280,7 @@ def _to_rgb(picture: Any) -> Any:
         picture = picture.convert("RGBA")
         picture = PIL.Image.alpha_composite(PIL.Image.new("RGBA", picture.size, "white"), picture)
     rgb = picture.convert("RGB")
-    rgb.info = {}  # the PNG encoder would write a colour profile or a transparent colour
+    rgb.info = {}  # otherwise, the PNG file would contain a colour profile or a transparent colour
     return rgb
 
 

@@ -1,4 +1,4 @@
-"""Rewards, which are functions that score finished chains, and their weighted sums."""
+"""Rewards (functions that score finished chains) and their weighted sums."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Reward(Displayable, InjectedFunction[P, R]):
             trajectory: the trajectory to score.
             turn: with `per="turn"`, the action or its index in `trajectory.turns`; by default the last action.
             pool: pool from which a sandbox is leased if the reward requires one, or None to start a sandbox. The
-                chain's own sandbox has been released.
+                chain's own sandbox is no longer available.
         """
         if self.per == "turn":
             turn = _action_to_score(trajectory, turn)
@@ -214,7 +214,7 @@ def overlong_penalty(tokens: int, buffer: int, *, weight: float = 1.0) -> Reward
 
         agent = af.Agent(..., reward=[exact, af.overlong_penalty(1024, 256)], max_tokens=1024)
 
-    It lowers the sum of the rewards. Set `Agent(success=)` if a long correct answer is a success.
+    The penalty lowers the sum of the rewards. Set `Agent(success=)` if a long correct answer should count as a success.
 
     Args:
         tokens: Number of sampled tokens per chain at which the reward reaches -1.
@@ -222,8 +222,8 @@ def overlong_penalty(tokens: int, buffer: int, *, weight: float = 1.0) -> Reward
         weight: Weight of the reward.
 
     Raises:
-        SettingsError: If a number is below 1, or if `buffer` exceeds `tokens`. `Agent.rollout` raises it if the engine
-            is text-only.
+        SettingsError: If a number is below 1, or if `buffer` exceeds `tokens`. `Agent.rollout` raises this error if the
+            engine is text-only.
 
     Source:  DAPO, arXiv 2503.14476, equation 13.
     """

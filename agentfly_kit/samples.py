@@ -65,7 +65,7 @@ class Sampling(Displayable):
 
 @dataclass(frozen=True)
 class Constraint(Displayable):
-    """Form of an action, which is enforced during sampling.
+    """Required form of an action, enforced during sampling.
 
     Attributes:
         choices: Possible forms. In each, texts and JSON schemas (as JSON) alternate, beginning with a text.
@@ -89,7 +89,7 @@ class TurnRequest(Displayable):
         messages: The conversation so far.
         tools: JSON schemas of the tools that the model may call.
         constraint: Form of the action, for engines that can enforce it.
-        images: Which of the ids are placeholders of images.
+        images: Spans of the ids that are placeholders of images.
     """
 
     task: Task
@@ -112,7 +112,8 @@ class Sample(Displayable):
         stop: Reason why sampling ended: a stop token ("stop"), the limit `Sampling.max_tokens` ("length"), a string
             from `Sampling.stop` ("string"), or an aborted request ("abort").
         versions: Version of the policy that sampled each token.
-        kept_mass: Probability mass kept by top-p, top-k, min-p and a constraint at each token; None without them.
+        kept_mass: Probability mass kept by top-p, top-k, min-p and a constraint at each token; None if none of these is
+            used.
         text: Sampled text, set only by engines that return no ids.
         calls: Tool calls, if parsed by the server.
         seconds: Duration of the request.
@@ -139,7 +140,7 @@ class Sample(Displayable):
         check_lengths(self, ("logprobs", "entropies", "versions", "kept_mass", "alternatives"))
         for name in ("logprobs", "entropies", "kept_mass"):
             values = getattr(self, name) or ()
-            if not math.isfinite(sum(values)):  # a single such chain would invalidate a whole batch
+            if not math.isfinite(sum(values)):  # a single such sample would invalidate a whole batch
                 index = next((i for i, value in enumerate(values) if not math.isfinite(value)), 0)
                 raise EngineError(f"{name} of a Sample must be finite, got {values[index]} at token {index}")
 

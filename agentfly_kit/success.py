@@ -29,7 +29,8 @@ def check_success_rule(rule: SuccessRule) -> None:
 
 
 def record_success(trajectory: Trajectory, rule: SuccessRule) -> Trajectory:
-    """Record in `metrics["success"]` whether a scored trajectory succeeded. If `rule` is None, return it unchanged.
+    """Record in `metrics["success"]` whether a scored trajectory succeeded. If `rule` is None, return the trajectory
+    unchanged.
 
     If the rule cannot be applied, the trajectory becomes unscored and its `error` is set.
     """

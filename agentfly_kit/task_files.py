@@ -124,7 +124,7 @@ def _read_csv(file: Any) -> Any:
             cells = pandas.read_csv(
                 stream, header=None, dtype=str, keep_default_na=False, encoding="utf-8-sig", engine="python"
             )
-    except ValueError as error:  # also a UnicodeDecodeError
+    except ValueError as error:  # includes UnicodeDecodeError
         raise TaskError(
             f"{file.name} is not a readable csv file ({error}); it must be UTF-8 and begin with a line of column "
             "names, and values with commas or line breaks must be in double quotes; for another encoding, use "

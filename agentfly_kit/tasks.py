@@ -196,7 +196,7 @@ def load_tasks(
         files = [file for file in path.iterdir() if file.name.endswith(task_files.SUFFIXES)]
         if not files:
             raise TaskError(f"{path} must contain a {task_files.FILES}, got none")
-        # Sort by name, after the training tasks, so that the order does not depend on the file system.
+        # Put the training tasks first and sort the rest by name, so that the order does not depend on the file system.
         files.sort(key=lambda file: (not file.name.startswith("train."), file.name))
         rows = (
             (location, task_files.with_split(row, file.name.rpartition(".")[0]))
@@ -345,7 +345,7 @@ def _build_task(location: str, row: Any, columns: _Columns) -> tuple[Task, str |
         question = [{"role": "user", "content": question}]
     if not isinstance(question, list):
         raise TaskError(f"{location}: {column!r} must be a string or a list of messages, got {question!r:.60}")
-    # All messages in a Parquet file have the same keys. Remove those whose value is None.
+    # All messages in a Parquet file have the same keys. Remove keys whose value is None.
     question = [{k: v for k, v in m.items() if v is not None} if isinstance(m, dict) else m for m in question]
     where = f"{location}, {column!r}" if id is None else f"{location}, {column!r} of task {str(id)!r}"
     messages = normalize_messages(question, where, TaskError, answered=columns.drop_answer)

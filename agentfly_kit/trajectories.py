@@ -30,11 +30,11 @@ StopReason: TypeAlias = Literal[
     "invalid_call",  # Agent.max_invalid_calls consecutive actions made only malformed or unknown calls
     "harness_failed",  # `Agent.harness` raised an error after the first action; see `Trajectory.error`
     "timeout",  # the chain exceeded the wall-clock limit Agent.timeout
-    "group_tokens",  # for this and the next three, the shared budget of the group, `group_budget=`, was exhausted
+    "group_tokens",  # this and the next three: a shared budget of the group, `group_budget=`, was exhausted
     "group_turns",
     "group_tool_calls",
     "group_seconds",
-    "run_tokens",  # for this and the next three, the shared budget of the rollout, `budget=`, was exhausted
+    "run_tokens",  # this and the next three: a shared budget of the rollout, `budget=`, was exhausted
     "run_turns",
     "run_tool_calls",
     "run_seconds",
@@ -107,12 +107,12 @@ class Row(Displayable):
 
     @cached_property
     def images(self) -> tuple[ImageSpan, ...]:
-        """Which of the ids are placeholders of images."""
+        """Spans of the ids that are placeholders of images."""
         return spans_of(self.turns)
 
     @cached_property
     def keys(self) -> npt.NDArray[np.int64]:
-        """Token ids, with those of placeholders replaced by hashes of their images; see `images.row_keys`."""
+        """Token ids, in which the ids of placeholders are replaced by hashes of their images; see `images.row_keys`."""
         if not self.images:
             return self.ids
         from agentfly_kit.images import row_keys
@@ -125,7 +125,7 @@ class Row(Displayable):
         return self._concatenate(lambda _, turn: [turn.sampled] * turn.num_tokens, "bool")
 
     def sampled_by(self, *authors: str) -> npt.NDArray[np.bool_]:
-        """Return the mask of tokens that the policy sampled as one of these authors (`Turn.author`); by default any."""
+        """Return the mask of tokens that the policy sampled as one of these authors (`Turn.author`), by default any."""
         if not authors:
             return self.action_mask
         return self._concatenate(lambda _, turn: [turn.sampled and turn.author in authors] * turn.num_tokens, "bool")
@@ -194,9 +194,9 @@ def _single_row_view(name: str) -> Any:
 class Trajectory(Displayable):
     """A finished chain: its task, every token with its author, and its reward.
 
-    `rows` contains the token sequences, of which most trajectories have only one; see `Turn.row` for the exceptions.
-    `ids`, `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and `turn_index`, each of shape (T,), are
-    read from the only row and raise `AlignmentError` if there are several rows.
+    `rows` contains the token sequences. Most trajectories have only one; see `Turn.row` for the exceptions. `ids`,
+    `action_mask`, `logprobs`, `entropies`, `versions`, `token_texts` and `turn_index`, each of shape (T,), are read
+    from the only row and raise `AlignmentError` if there are several rows.
 
     Attributes:
         id: Id of the trajectory, unique within a run.
@@ -319,7 +319,7 @@ class Trajectory(Displayable):
             "cancelled": "was cancelled",
             "env_done": "was ended by its environment",
         }.get(self.stop, f"was stopped by {self.stop}, without an answer" if self.final is None else self.stop)
-        # Leave out what only repeats the reward.
+        # Leave out a metric that only repeats the reward.
         shown = {name: value for name, value in self.metrics.items() if (name, value) != ("reward", self.reward)}
         if self.reward is not None and shown.get("success") == (self.reward >= 1):
             del shown["success"]

@@ -1,4 +1,4 @@
-"""Immutable records of which a conversation consists: tasks, messages, tool calls and turns.
+"""Immutable records that make up a conversation: tasks, messages, tool calls and turns.
 
 Related records are in `samples` (inputs and outputs of engines) and `trajectories` (finished chains). None of these
 modules uses torch, tokenizes text or performs I/O.
@@ -32,9 +32,9 @@ TurnKind: TypeAlias = Literal["prompt", "action", "observation", "forced"]
 
 
 class ImageSpan(NamedTuple):
-    """An `Image` behind `length` placeholder ids, the first of which has index `start` in the ids of its turn or row.
+    """An `Image` and its `length` placeholder ids, which begin at index `start` in the ids of the turn or row.
 
-    The position decides which image a span shows: an image that occurs twice has two spans.
+    Spans are distinguished by their positions: an image that occurs twice has two spans.
     """
 
     image: Any
@@ -72,7 +72,8 @@ def check_lengths(record: Any, names: Sequence[str]) -> None:
 def normalize_messages(
     messages: Iterable[Any], where: str, error: type[Exception] = SettingsError, *, answered: bool = False
 ) -> tuple[Message, ...]:
-    """Copy messages such that all content has one form and each tool call has an id and a dict of arguments.
+    """Return copies of messages in which all content has the same form and each tool call has an id and a dict of
+    arguments.
 
     Content without images becomes a string: text parts are joined without a separator, as in chat templates that accept
     parts. Content with images becomes a tuple of strings and `Image` objects. `error` is raised for malformed calls,
@@ -188,7 +189,7 @@ class Failure(Displayable):
 
     Attributes:
         where: Component that failed: "tool calculator", "reward exact", "engine", "pool", ...
-        host: Whether the infrastructure caused the failure; see `errors.is_host_failure`. Not saved to disk.
+        host: Whether the infrastructure caused the failure; see `errors.is_host_failure`. It is not saved to disk.
     """
 
     where: str
@@ -219,7 +220,7 @@ class ToolResult(Displayable):
         done, env_done: Whether the tool (`done`) or the environment (`env_done`) ends the chain.
         metrics: Numbers reported by the tool, keyed by name.
         ran: False if the call reached no tool, because it was malformed, named an unknown tool or exceeded a limit.
-        images: Images shown to the model after the text: any values that `Image` accepts. If the engine reads no
+        images: Images shown to the model after the text: any values that `Image` accepts. If the engine cannot read
             images, they end the chain with an error.
 
     Raises:
@@ -263,7 +264,7 @@ class ToolCall(Displayable):
         result: Result of the call; None until the call has run.
         error: Parse error, which is shown to the model, or None. After a parse error, `name` may be empty.
         raw: Text from which the call was parsed, if the chat format keeps it.
-        rerunner: Function to which `rerun` passes this call. Set by the running chain and not saved to disk.
+        rerunner: Function to which `rerun` passes this call. It is set by the running chain and not saved to disk.
     """
 
     id: str
@@ -322,7 +323,7 @@ class Turn(Displayable):
             changes earlier tokens, or if a request of a harness does not continue an existing row.
         constrained: Whether a tool choice or response format excluded tokens, in addition to `Sampling`.
         alternatives: The most probable tokens at each position, recorded by `LocalEngine(policy, alternatives=5)`.
-        images: Which of the ids are placeholders of images.
+        images: Spans of the ids that are placeholders of images.
     """
 
     kind: TurnKind

@@ -115,7 +115,7 @@ def test_a_demo_that_cannot_be_saved_runs_nothing(tmp_path: Path) -> None:
 def test_an_older_python_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "version_info", (3, 9, 2))
     assert command_line.main([]) == 1
-    assert "needs Python 3.11 or newer, this is 3.9" in capsys.readouterr().err
+    assert "needs Python 3.11 or newer, got 3.9" in capsys.readouterr().err
     for name in ("__main__.py", "__init__.py"):  # files that an old Python parses before the version check
         ast.parse((ROOT / "agentfly_kit" / name).read_text(encoding="utf-8"), feature_version=(3, 9))
 

@@ -137,7 +137,7 @@ def test_calls_that_do_not_parse() -> None:
     # Calls in another format are taken for answers.
     tools = ({"type": "function", "function": {"name": "add", "parameters": {}}},)
     chains = [trajectory(f"t{i}", 0.0, text='<tool_call>{"name": "add"}', tools=tools) for i in range(4)]
-    assert "taken for an answer" in af.diagnose(rollout(*chains))[0].sentence
+    assert "treated as an answer" in af.diagnose(rollout(*chains))[0].sentence
     # A call that is cut off by the limit on tokens is due to the limit.
     chains = [trajectory(f"t{i}", 0.0, calls=(bad,), stop="turn_tokens") for i in range(4)]
     assert af.diagnose(rollout(*chains))[0].name == "truncated"
@@ -336,12 +336,12 @@ LARGE = {"approx_kl": 0.25, "lr": 6e-4, "entropy": 0.1}
     ("chains", "records", "name", "sentence", "remedy"),
     [
         # Imitation left an entropy of .03 or .05, so that most groups had equal rewards.
-        (imitated(SHARP, 0.03), [], "collapsed_entropy", "69% of the groups all rewards are equal", "more varied demo"),
+        (imitated(SHARP, 0.03), [], "collapsed_entropy", "69% of the groups, all rewards are", "more varied demo"),
         (None, steps(0.34, entropy=0.03, equal_groups=0.69), "collapsed_entropy", "entropy 0.03", "more varied demo"),
         (imitated([(0, 8)] * 5 + [(6, 8)] * 3, 0.05), [], "collapsed_entropy", "62% of the groups", "more varied demo"),
         (imitated(SHARP, 0.1), [], "no_signal", "8 of 16 groups", "larger groups"),  # the tasks are too hard
         # The first update was too large.
-        (None, steps(0.25, 0.0, **LARGE), "policy_moved", "by 0.25 nats per token at lr 0.0006; after it, success "
+        (None, steps(0.25, 0.0, **LARGE), "policy_moved", "by 0.25 nats per token at lr 0.0006; then success "
          "fell from 0.25 to 0.00", "Lower lr"),
         (None, [steps(0.19, **LARGE)[0], steps(0.19, 0.11, entropy=0.31)[1]], "policy_moved", "0.10 to 0.31 nats",
          "Lower lr"),
@@ -384,7 +384,7 @@ async def test_words_that_a_tiny_policy_does_not_know() -> None:
         [{"question": f"Which mountain has {i} climbers?", "answer": "K2", "world": 0} for i in "ab"]
     )
     found = af.diagnose(await agent.rollout(asked, 4))
-    assert found[0].name == "unknown_words" and "words of the prompts, most often " in found[0].sentence
+    assert found[0].name == "unknown_words" and "words in the prompts, most often " in found[0].sentence
     known = await agent.rollout(af.load_tasks("lookup").train[:4], 4)
     assert "unknown_words" not in names(af.diagnose(known))
 

@@ -39,7 +39,7 @@ def started() -> Any:
     (
         lambda: agents.agent().rollout(af.tasks_from([{"question": "1+1", "answer": 2}])),
         af.errors.TaskError,
-        "must be a str, as annotated, got 2, which equals no text; make the tasks with str(...)",
+        "must be a str, as annotated, got 2; use str(...) when you create the tasks",
     ),
     (lambda: af.tool(with_self), af.errors.ToolSchemaError, "'self' must be a parameter of methods only; remove it"),
     (

@@ -295,7 +295,7 @@ async def test_models_that_the_trial_refuses(monkeypatch: pytest.MonkeyPatch) ->
     assert "no image processor" in text.image_obstacle
     policy = vision_models.policy("idefics3")
     batch = batch_of(await agent(policy).rollout(TASKS, 4))
-    errors.check(lambda: text.score(batch), af.errors.PolicyError, "reads no images: its chat has no image processor")
+    errors.check(lambda: text.score(batch), af.errors.PolicyError, "cannot read images: its chat has no image")
     monkeypatch.setattr(prompts.PromptImages, "options", lambda self, *given: {})
     assert "different hidden states with and without a KV cache" in af.LocalEngine(policy.copy()).image_obstacle
     gemma = vision_models.policy("gemma3")  # its placeholders attend to each other in both directions
@@ -306,7 +306,7 @@ async def test_models_that_the_trial_refuses(monkeypatch: pytest.MonkeyPatch) ->
     )
     monkeypatch.setattr(type(policy.model), "get_image_features", lambda self: 1 / 0)
     rows = (
-        *((of, "other logits than the model's own") for of in (gemma, mixed)),
+        *((of, "logits that differ from the model's own") for of in (gemma, mixed)),
         (policy.copy(), "ZeroDivisionError"),
     )
     for refused, reason in rows:

@@ -1,7 +1,7 @@
-"""Base classes of the widgets, which load JavaScript, render static HTML and send rate-limited updates.
+"""Base classes of the widgets. They load JavaScript, render static HTML and limit the rate of updates.
 
-A view stores its numbers as bytes and refers only weakly to the displayed record, so that displaying a rollout does not
-keep the rollout alive.
+A view stores numbers as bytes and has only a weak reference to the displayed record, so it does not keep a rollout
+alive.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from ._saved import WIDGET_MIME, current_cell, forget_output, is_headless, updat
 from ._throttle import Throttle
 
 HERE = Path(__file__).parent
-# Maximum size of a view's static HTML in bytes, so that a notebook with many views stays under a megabyte.
+# Maximum size of a view's static HTML in bytes. It keeps notebooks with many views below one megabyte.
 STATIC_LIMIT = 100_000
 # Minimum number of seconds between two updates of the picture saved in a notebook.
 _PICTURE_SECONDS = 2.0
 
 
 def source(stem: str, suffix: str) -> str:
-    """Join the shared source file and the file of the widget `stem`, because widgets cannot import other files."""
+    """Return the shared source and the source of the widget `stem` as one text, because widgets cannot import files."""
     parts = [HERE / f"_shared.{suffix}", HERE / f"{stem}.{suffix}"]
     return "\n".join(path.read_text(encoding="utf-8") for path in parts if path.exists())
 
@@ -54,15 +54,15 @@ class Static:
         return self.page
 
 
-# The view whose action is running. Views created by the action belong to the same cell.
+# The view whose action is running. Views that the action creates belong to the same notebook cell.
 _acting: contextvars.ContextVar[View | None] = contextvars.ContextVar("acting", default=None)
 
 
 def _marimo_cell() -> Callable[[], contextlib.AbstractContextManager[Any]]:
-    """Return a function that returns a context manager, which enters the current marimo cell again if there is one.
+    """Return a function that creates a context manager for re-entering the current marimo cell, if there is one.
 
-    marimo registers the source of a widget with the running cell. A click may create a view while no cell is running,
-    which raises an AssertionError outside of this context manager (marimo 0.25).
+    A click may create a view while no cell is running. Without this context manager, marimo 0.25 then raises an
+    AssertionError, because it registers the source of a widget with the running cell.
     """
     runtime: Any = sys.modules.get("marimo._runtime.context")
     context = runtime and runtime.safe_get_context()
@@ -76,8 +76,8 @@ class View(anywidget.AnyWidget):
 
     Errors raised in a callback are shown on the page through `_notice`.
 
-    A view is closed when no references to it are left. Once displayed, it is kept alive until the cells that displayed
-    it run again, so that a page that is opened later can show it.
+    A view is closed when no references to it are left. A displayed view stays alive until the cells that displayed it
+    run again, so that pages opened later can show it.
 
     Attributes:
         settable: The traits that the browser page may set.
@@ -104,9 +104,10 @@ class View(anywidget.AnyWidget):
         self._seen = False
         self._jobs: set[asyncio.Future[Any]] = set()
         self._display_ids: list[str] = []
-        # Cells whose outputs contain the view, and the id of the run that displayed it; see `current_cell`.
+        # Pairs (cell, id of the execution that displayed the view) for the outputs that contain the view; see
+        # `current_cell`.
         self._cells: set[tuple[str, str]] = set()
-        self._replaced = False  # True if all these outputs were replaced
+        self._replaced = False  # True if all outputs that contained the view were replaced
         # True if the cell that displayed the view was run by a program without a page, such as nbclient.
         self._headless = False
         # True if the view has changed since its picture was last written to an output or sent to a page.
@@ -127,14 +128,14 @@ class View(anywidget.AnyWidget):
         )
         with self._in_own_cell():
             super().__init__(**traits)
-        for widget in (self, self.layout):  # ipywidgets would keep both alive until they are closed
+        for widget in (self, self.layout):  # ipywidgets would keep view and layout alive until closed
             widget.comm.on_msg(functools.partial(_call, weakref.ref(widget), "_handle_msg"))
         self._release()
         self.on_msg(functools.partial(_call, view, "_on_message"))
         self.observe(functools.partial(_call, view, "_mark_changed"))
 
     def _hold(self) -> None:
-        """Keep the view alive, and let pages that are opened later find it, unless its outputs were replaced."""
+        """Keep the view alive for pages that are opened later, unless the outputs of the view were replaced."""
         if not self._replaced:
             _instances.update({widget.model_id: widget for widget in (self, self.layout)})
 
@@ -143,7 +144,7 @@ class View(anywidget.AnyWidget):
             _instances.pop(widget.model_id, None)
 
     def _forget_runs_before(self, cell: str, run: str) -> None:
-        """Release the view if only earlier runs of `cell`, which has run again, displayed it."""
+        """Release the view if it was displayed only by runs of `cell` before the run with the id `run`."""
         left = {each for each in self._cells if each[0] != cell or each[1] == run}
         if self._cells and not left:
             self._replaced = True
@@ -183,7 +184,7 @@ class View(anywidget.AnyWidget):
         if name not in self.settable:
             return
         try:
-            # Do not echo an accepted value: the page may have changed it in the meantime.
+            # Do not send an accepted value back, because the page may have changed it in the meantime.
             with self._lock_property(**{name: value}):
                 setattr(self, name, value)
             if len(self._pages) > 1:  # other browsers may show the view
@@ -195,13 +196,15 @@ class View(anywidget.AnyWidget):
     def _handle_action(self, name: Any, value: Any, click: Any = None) -> None:
         """Run an action on the event loop in which the view was created, since messages may arrive on another thread.
 
-        The message id `click` is sent back when the action begins, so that the page knows that the kernel responds.
+        The message id `click` is sent back when the action begins, to tell the page that the kernel responds.
         """
         if name not in self.actions:
             return
         loop = self._loop
         if loop is None or loop.is_closed():
-            self._notice = f"{name}: no event loop was running when this view was made; make it in a notebook cell"
+            self._notice = (
+                f"{name}: no event loop was running when the view was created; create it in a notebook cell"
+            )
             return
         loop.call_soon_threadsafe(self._run_handler, getattr(self, f"_do_{name}"), value, click)
 
@@ -268,7 +271,7 @@ class View(anywidget.AnyWidget):
     def _repr_mimebundle_(self, **kwargs: Any) -> Any:
         page = self._static()
         assert len(page.encode()) <= STATIC_LIMIT, f"the static form of {self!r} is over {STATIC_LIMIT:,} bytes"
-        if self.comm is None:  # closed
+        if self.comm is None:  # the view is closed
             return {"text/plain": repr(self), "text/html": page}, {}
         self._hold()
         live: Any = super()._repr_mimebundle_(**kwargs)
@@ -289,7 +292,7 @@ class View(anywidget.AnyWidget):
             update_after_each_cell(self)
         self._cells.add(current_cell())
         self._replaced = False
-        # Use a new id for each output, because displaying an id again would replace its earlier outputs.
+        # Use a new id for each output, because an output with a used id would replace the earlier outputs.
         self._display_ids.append(uuid.uuid4().hex)
         self._picture_stale = False
         self._headless = is_headless()
@@ -304,7 +307,7 @@ class View(anywidget.AnyWidget):
 
     def _update_picture(self) -> None:
         """Update the picture saved in the notebook if the view has changed. On an error, keep the last picture."""
-        # Every page that showed the view was closed, but one may be reopened.
+        # True if all pages that showed the view are closed. They may be opened again.
         closed = self._seen and not self._pages
         if not self._picture_stale or self.comm is None or closed:
             return
@@ -331,7 +334,7 @@ def _call(view_ref: Callable[[], Any], method: str, *arguments: Any) -> None:
 
 
 class Opener(View):
-    """A view that can open a second view below itself. The second view is closed together with this view."""
+    """View that can show a second view below itself. The second view is closed together with this view."""
 
     _below = traitlets.Any(None, allow_none=True).tag(sync=True, **widget_serialization)
 
@@ -355,7 +358,7 @@ class Opener(View):
 
 
 class _Listener:
-    """Callback for changes of a record. It refers to the record through `end`, so views must not refer to it."""
+    """Callback for changes of a record. Views must not refer to it, because its function `end` refers to the record."""
 
     def __init__(self, view: LiveView, throttle: Throttle) -> None:
         self.view = weakref.ref(view)
@@ -372,8 +375,8 @@ class _Listener:
 class LiveView(View):
     """A view of a changing record. `subscribe(callback)` is called once and must return a function to unsubscribe.
 
-    The view and the listener registered with the record refer to each other weakly, and the view refers weakly to the
-    record, so a view never keeps a pool's sandboxes open. Updates stop while all pages that showed the view are closed.
+    The view has only weak references to the record and to the listener registered with it, so a view never keeps a
+    pool's sandboxes open. Updates stop while all pages that showed the view are closed.
     """
 
     def __init__(self, record: Any, subscribe: Callable[[Callable[..., None]], Callable[[], Any]] | None) -> None:

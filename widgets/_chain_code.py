@@ -9,12 +9,12 @@ from typing import Any
 
 from agentfly_kit.types import images_of, text_of
 
-# Number of seeds per fork that are compared with the seed of an action to find the fork that sampled it.
+# Number of seeds that are tried for each fork to find the fork that sampled an action.
 _ATTEMPTS = 300
 
 
 def _named(thing: Any) -> str | None:
-    """Return code for the notebook's variable or list element that contains the object, or None if there is none."""
+    """Return an expression for the notebook's variable or list element that contains the object, or None."""
     names = {k: v for k, v in vars(sys.modules["__main__"]).items() if not k.startswith("_") and k.isidentifier()}
     for name, value in names.items():
         if value is thing:
@@ -67,7 +67,7 @@ def code(chain: Any) -> str:
                 given = ["greedy=True"] * greedy + [f"attempt={attempt}"] * (attempt > 0)
                 lines.append(f"await chain.sample({', '.join(given)})")
             else:
-                lines.append("# sampled from another seed, so its ids are written here; their mask is 0")
+                lines.append("# sampled with an unknown seed, so its ids are given here, with mask 0")
                 lines.append(f"chain.force({list(turn.ids or ())!r}, author={turn.author!r})")
         elif turn.kind == "forced":
             said = _said(chain, turn)
@@ -95,8 +95,8 @@ def code(chain: Any) -> str:
 def _places(chain: Any) -> list[str]:
     """Return the fork names of the chain and its ancestors, oldest first, such as "", ".1" and ".1.2".
 
-    The first name is that of the chain from which the others were forked. Forks at the end of the list are omitted if
-    they sample with the same seeds as their parents.
+    The first name is that of the original chain. Forks at the end of the list are omitted if they sample with the same
+    seeds as their parents.
     """
     base, _, rest = chain.key.fork.rpartition("~")
     head = base + "~" if base or chain.key.fork.startswith("~") else ""

@@ -19,7 +19,7 @@ _TEXT = 12_000
 
 
 def allowed_operations(chain: Any) -> dict[str, bool]:
-    """Return a dict from the name of each operation to True if the chain currently accepts it."""
+    """Return a dict with the name of each operation and True if the chain currently allows the operation."""
     open = not chain.closed
     calls, stop, leaf = bool(chain.pending_calls), chain.stop, chain.turn
     complete = leaf.kind in ("action", "forced") and bool(leaf.messages)
@@ -56,13 +56,15 @@ def chain_state(chains: list[Any], at: int, doing: str, again: bool, spare: bool
     if done is not None:
         where = "finished"
         if not can["rewind"]:
-            says += " Undo is off, because the chain held a sandbox when it was scored, or was scored in a cell."
+            says += (
+                " Undo is unavailable because the chain held a sandbox when it was scored, or was scored in a cell."
+            )
     elif chain.closed:
         where = "closed without a score"
     elif doing:
         where = doing
     elif chain.busy:
-        where = "busy in a cell"
+        where = "running in a cell"
     elif chain.stop:
         where = f"stopped: {chain.stop}"
     else:
@@ -163,7 +165,7 @@ def _sample(t: Any, turn: Any) -> dict[str, Any]:
 
 
 def page(state: dict[str, Any], samples: dict[str, Any], title: str) -> str:
-    head = f" · {state['where']}, {count(state['tokens'], 'token')} (when this was drawn)"
+    head = f" · {state['where']}, {count(state['tokens'], 'token')} (when this was saved)"
     out = [tag("div", tag("b", escape(title)), escape(head), style="margin:2px 0 6px")]
     if state["result"] is not None:
         out.append(tag("div", escape(state["result"]["says"])))
@@ -174,7 +176,7 @@ def page(state: dict[str, Any], samples: dict[str, Any], title: str) -> str:
         left -= len(text.encode()) + 300
         if left < 0:
             rows.append(
-                f"<tr><td></td><td>{count(len(state['turns']) - i, 'turn')} left out of this static form</td></tr>"
+                f"<tr><td></td><td>{count(len(state['turns']) - i, 'turn')} left out of this static view</td></tr>"
             )
             break
         who = f"{i} {turn['kind']} by {turn['author']}" + ("" if turn["n"] is None else f", {turn['n']} tokens")

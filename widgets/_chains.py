@@ -1,4 +1,4 @@
-"""Base class for views that list many chains. A selected chain opens in a TokenView or ChainStepper, or as code."""
+"""Base class of views that list chains. A selected chain can be shown in a TokenView, in a ChainStepper or as code."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from .token_view import TokenView
 
 
 def is_hash(task_id: str) -> bool:
-    """Return True if the id is a hash of the task's content, which identifies tasks that were loaded without an id."""
+    """Return True if the id is a hash of the task's content, as for tasks that were loaded without ids."""
     return re.fullmatch(r"[0-9a-f]{12}(-\d+)?", task_id) is not None
 
 
 def chain_label(trajectory: Any) -> str:
-    """Return a readable name for a trajectory, to be shown next to the question of its task."""
+    """Return a readable name for a trajectory, to show next to the question of its task."""
     return f"chain {trajectory.chain}" if is_hash(trajectory.task.id) else str(trajectory.id)
 
 
@@ -39,9 +39,10 @@ def cell_of(id: str, trajectory: Any, source: str, agent: Any) -> str:
 
 
 class ChainsView(Opener):
-    """A view in which a chain can be picked. `selection` contains the chain, `opened` is its TokenView or ChainStepper.
+    """View with a list from which a chain can be picked. `selection` contains the picked chain, and `opened` is the
+    TokenView or ChainStepper that shows it.
 
-    Subclasses implement `_trajectory(id)`, which may raise LookupError, `_agent_for()` and `_expression()`.
+    Subclasses implement `_agent_for()`, `_expression()`, and `_trajectory(id)`, which may raise LookupError.
     """
 
     picking: ClassVar[frozenset[str]] = frozenset(

@@ -99,12 +99,12 @@ class Source:
     """A training run, given by the path of its folder or by its handle. Only a weak reference to the handle is kept.
 
     Attributes:
-        steps: Numbers of the recorded steps, (N,).
+        steps: Array of the recorded step numbers, (N,).
         columns: One array (N,) per field of the records; see the function `columns`.
         total: Number of steps of the run; None if unknown.
         gone: True if the handle has been garbage-collected.
         state: State of the run, as in `TrainRun.state`; "" if unknown.
-        word: The state in words.
+        word: A description of the state in a few words.
         detail: Further information on the state, such as how to continue the run.
         finding: The first serious finding of `diagnose`; "" if there is none.
     """
@@ -174,7 +174,7 @@ class Source:
             return f"stopping after step {last + 1}", ""
         if self.state == "done":
             if self.total and resumed >= self.total:
-                return "already finished", "All steps had been completed before: nothing was trained."
+                return "already finished", "All steps were already complete, so nothing was trained."
             return "finished", f"Continued after step {resumed}." if resumed else ""
         if self.state not in ("stopped", "interrupted", "failed"):
             return self.state, ""

@@ -14,13 +14,13 @@ from agentfly_kit.types import images_of
 
 # Tooltip shown by all views that display success.
 SUCCESS_RULE = (
-    "A chain succeeds if its metric 'success' is not 0; Agent(success=) or a reward records it. Without this metric, "
+    "A chain succeeds if its metric 'success', recorded by Agent(success=) or a reward, is not 0. Without this metric, "
     "it succeeds if its reward is at least 1."
 )
 
 
 def pack(values: npt.ArrayLike) -> dict[str, bytes]:
-    """Encode numbers as float32 bytes plus a bit mask of the values present. NaN in the input marks a missing value.
+    """Encode numbers as float32 bytes and a bit mask of the values that are present. NaN marks a missing value.
 
     The mask is needed because JSON cannot represent NaN, and a missing number must not become 0.
     """
@@ -33,7 +33,7 @@ def pack(values: npt.ArrayLike) -> dict[str, bytes]:
 
 
 def pictures(messages: Any) -> list[list[str]]:
-    """Return source and description of the images in messages, for `<img>` elements; the source may be ""."""
+    """Return a pair [source, description] for each image in the messages. The source is "" if there is no preview."""
     return [[image.preview, str(image)] for image in images_of(messages)]
 
 
@@ -104,7 +104,7 @@ def json_text(value: Any) -> str:
 
 
 def shared_prefix(names: list[str]) -> int:
-    """Return the length of the common prefix of all names up to its last ":" or "-", such as "rollout-0:calc-"."""
+    """Return the length of the longest common prefix that ends with ":" or "-", such as "rollout-0:calc-"."""
     if len(names) < 2:
         return 0
     first, last = min(names), max(names)  # a common prefix of these two is common to all names

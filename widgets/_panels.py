@@ -60,12 +60,12 @@ PANELS = (
         ("success_low", "success_high"), hint=SUCCESS_RULE,
     ),
     Panel(("reward",), "reward", "mean", band=("reward_low", "reward_high")),
-    Panel(("approx_kl",), "approx KL", "nats", hint="Distance that the step moved the policy, per action token."),
+    Panel(("approx_kl",), "approx KL", "nats", hint="Change of the policy in this step, per action token."),
     Panel(("clip_fraction",), "clip fraction", "share"),
     Panel(("entropy",), "entropy", "nats", hint="Mean entropy of the distributions of action tokens."),
     Panel(
         ("equal_groups",), "equal groups", "share", fixed=(0.0, 1.0), extra=True,
-        hint="Groups whose chains have equal rewards, which have no effect if rewards are compared within groups.",
+        hint="Groups whose chains have equal rewards. If rewards are compared within groups, they have no effect.",
     ),
     Panel(("grad_norm",), "grad norm", "before clipping"),
     Panel(("loss",), "loss"),
@@ -93,7 +93,7 @@ FIELDS = (
 METRIC, EVAL_METRIC = "metric_", "eval_metric_"
 # Maximum number of metrics that have a chart by default.
 _CHARTED = 6
-# Maximum number of lines per chart, which is the number of line styles.
+# Maximum number of lines per chart, equal to the number of line styles.
 _MAX_LINES = 6
 
 

@@ -35,14 +35,14 @@ def _after_cell(*_: Any) -> None:
 
 
 def _request() -> dict[str, Any]:
-    """Return the message that requested the current cell's execution, or {} outside of a kernel."""
+    """Return the message that requested the current cell's execution, or {} outside a kernel."""
     ipython = sys.modules.get("IPython")
     kernel = getattr(ipython and ipython.get_ipython(), "kernel", None)
     return {} if kernel is None else kernel.get_parent("shell") or {}
 
 
 def current_cell() -> tuple[str, str]:
-    """Return the current cell's id ("" if the program that runs the cell sends none) and the id of this run."""
+    """Return the current cell's id ("" if the program that runs the cell sends none) and the id of this execution."""
     request = _request()
     return request.get("metadata", {}).get("cellId", ""), request.get("header", {}).get("msg_id", "")
 
@@ -106,7 +106,7 @@ def freeze(path: str | os.PathLike[str]) -> int:
             os.replace(spare, file)
         except OSError as error:
             spare.unlink(missing_ok=True)
-            error.add_note(f"{file} is unchanged; copy it to a folder in which you can write")
+            error.add_note(f"{file} is unchanged; copy it to a writable folder")
             raise
         if trusted:
             notary.sign(notebook)

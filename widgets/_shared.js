@@ -1,6 +1,6 @@
 // Prepended to every widget's source. The pure functions come first; they are tested with node, without a page.
 
-/** Copy a buffer into a typed array, because a received buffer may lack the alignment that a typed view requires. */
+/** Copy a buffer into a typed array, because a typed view on it would require an alignment that it may not have. */
 export function typed(buffer, Type) {
   if (!buffer) return new Type(0);
   const view = buffer.buffer ? buffer : new DataView(buffer);
@@ -15,7 +15,7 @@ export function column(packed) {
   return { length: values.length, has, at: (i) => (has(i) ? values[i] : null) };
 }
 
-/** Format a number as all views show it, with a dash for a missing one. */
+/** Format a number in the same way in all views. A missing number becomes a dash. */
 export function number(value) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
@@ -62,10 +62,10 @@ export function ticks(lo, hi, n = 4) {
   return out;
 }
 
-/** Reason why a run in this state can be neither paused nor stopped, or "". */
-export const idle = (state) => ({ "not started": "The run has not started: await it in a cell", stopping: "The run is stopping" })[state] ?? (/^(running|paused|between rollouts)$/.test(state) ? "" : "The run has ended");
+/** The reason why a run in this state cannot be paused or stopped, or "" if it can. */
+export const idle = (state) => ({ "not started": "The run has not started; await it in a cell", stopping: "The run is stopping" })[state] ?? (/^(running|paused|between rollouts)$/.test(state) ? "" : "The run has ended");
 
-/** Convert text to nodes, with the parts between backticks as code. */
+/** Convert text to nodes. Parts between backticks become code elements. */
 export const prose = (text) => text.split("`").map((part, i) => (i % 2 ? h("code", {}, part) : part));
 
 /** Split text into readable parts and invisible characters, which are shown as their code points. */
@@ -75,7 +75,7 @@ export function readable(text) {
     .filter((part) => part.hidden || part.text);
 }
 
-/** Width in pixels for the longest name. `lengths` are in characters; `prefix` is the length of the common prefix. */
+/** Width in pixels that the longest name needs without the common prefix. Lengths are numbers of characters. */
 export function laneWidth(lengths, prefix = 0) {
   const longest = lengths.reduce((most, n) => Math.max(most, n), 0) - (prefix ?? 0);
   return `${Math.round(8 * Math.max(7, Math.min(28, longest))) + 6}px`;
@@ -91,7 +91,7 @@ export function near(top, height, row, n, margin = 6) {
 
 const LIVE = "application/vnd.jupyter.widget-view+json";
 
-/** A notebook's content without the live form of its views. The HTML of each view is replaced by its latest picture. */
+/** Content of a notebook in which each view is replaced by its latest picture, as HTML. */
 export function withPictures(content, pictures) {
   const saved = (output) => {
     const view = output.metadata?.agentfly_kit?.view;
@@ -126,8 +126,8 @@ export function keepPictures({ model }) {
     notebook[key].set(message.view, message.html);
     notebook.dirty = true;
   });
-  // After the page is reloaded, the kernel's models are restored, but the saved outputs hold pictures. Models that were
-  // restored from a file have no kernel, so their pictures stay.
+  // After the page is reloaded, the kernel's models are restored, but the saved outputs contain pictures. Models
+  // that were restored from a file have no kernel, so their pictures stay.
   for (const cell of notebook.cells) {
     for (const { metadata, data } of cell.outputs?.toJSON() ?? []) {
       const id = metadata?.agentfly_kit?.view;
@@ -150,7 +150,7 @@ function showLive(notebook, outputs, id) {
 
 // Identifies the browser window, because Python tells all pages of a view which trait one of them has set.
 const WINDOW = (globalThis[Symbol.for("agentfly_kit.window")] ??= crypto.randomUUID?.() ?? String(Math.random()));
-const PATIENCE = 1000; // milliseconds after which a click without an answer is reported
+const PATIENCE = 1000; // number of milliseconds before an unanswered click is reported
 
 const marks = (text) => readable(text).map((part) => (part.hidden ? h("span", { class: "afk-ctl" }, part.hidden) : part.text));
 
@@ -182,7 +182,7 @@ function setAll(el, attributes) {
   }
 }
 
-/** Common setup of all views: frame, notice, key isolation, listener cleanup, and open and close messages to Python. */
+/** Set up a view: frame, notice, isolation of keys, removal of listeners, and open and close messages to Python. */
 export function mount({ model, el }, { label, build }) {
   const began = performance.now();
   const page = `${WINDOW} ${Math.random()}`;
@@ -199,7 +199,7 @@ export function mount({ model, el }, { label, build }) {
     if (!clicks.size) waiting.textContent = "";
   }
   function dead(what = "restarted") {
-    stale.textContent = `kernel ${what}: this view shows the last state that was sent. Run its cell again.`;
+    stale.textContent = `kernel ${what}: this view shows the last state that it received. Run its cell again.`;
     stale.hidden = false;
     [...clicks.keys()].forEach(answered);
     for (const f of losses) f();
@@ -210,11 +210,11 @@ export function mount({ model, el }, { label, build }) {
   };
   model.on("msg:custom", receive);
   ends.push(() => model.off("msg:custom", receive), () => [...clicks.keys()].forEach(answered));
-  // The widget manager triggers this event on every model after a kernel restart, but does not set its CSS class.
+  // The widget manager triggers this event on every model after a kernel restart, but sets no CSS class.
   const restarted = () => dead();
   model.on("comm_live_update", restarted);
   ends.push(() => model.off("comm_live_update", restarted));
-  // The event is not triggered if the kernel dies or is shut down. Front ends without `context` show their own message.
+  // It triggers no event if the kernel dies or is shut down. Front ends without `context` show their own message.
   const session = model.widget_manager?.context?.sessionContext;
   const ended = (_, status) => { if (/^(autorestarting|dead)$/.test(status)) dead("died"); };
   const removed = (_, change) => { if (!change.newValue) dead("shut down"); };
@@ -249,7 +249,7 @@ export function mount({ model, el }, { label, build }) {
       model.set(name, value);
       send("set", { name, value });
     },
-    /** Show in `host` the widget whose model id is in a trait, replacing any other. */
+    /** Replace the content of `host` by the widget whose model id is in a trait. */
     child(trait, host) {
       let shown = null;
       let count = 0;
@@ -265,7 +265,7 @@ export function mount({ model, el }, { label, build }) {
           if (mine !== count) view.remove();
           else host.append((shown = view).el);
         } catch {
-          if (mine === count) host.textContent = "It no longer exists: select it again.";
+          if (mine === count) host.textContent = "This view no longer exists. Open it again.";
         }
       }
       context.on(trait, draw);
@@ -287,7 +287,7 @@ export function mount({ model, el }, { label, build }) {
     try {
       model.send({ kind, page, ...more });
     } catch {
-      dead("ended"); // the connection to the kernel is gone
+      dead("ended"); // the connection to the kernel was lost
     }
   }
   const showNotice = () => {
@@ -295,7 +295,7 @@ export function mount({ model, el }, { label, build }) {
     notice.hidden = !notice.textContent;
   };
   // Arrow and letter keys are notebook shortcuts, so keys pressed in a view must not reach the notebook. Notebook 7 sees
-  // a key before this listener does, but ignores it if the focused element has the attribute set below.
+  // keys before this listener does, but ignores them if the focused element has the attribute that is set below.
   root.addEventListener("keydown", (event) => event.stopPropagation());
   root.addEventListener("focusin", (event) => event.target.setAttribute("data-lm-suppress-shortcuts", "true"));
   root.append(stale, notice);
@@ -389,13 +389,13 @@ export function windowed({ row, label, fill, move, multi = false }) {
   return list;
 }
 
-/** A box with code, which is selected and, if the browser permits, copied to the clipboard. */
+/** A box with code. The code is selected and, if the browser permits, copied to the clipboard. */
 export function codeBox(code, close) {
   const area = h("textarea", { class: "afk-code", readonly: true, spellcheck: "false", "aria-label": "Code", rows: Math.min(14, code.split("\n").length + 1) });
   area.value = code;
   const said = h("span", { class: "afk-soft", role: "status" }, "");
   const box = h("div", { class: "afk-codebox" },
-    h("div", { class: "afk-bar" }, h("b", {}, "as a cell"), said, h("span", { class: "afk-grow" }), h("button", { type: "button", onclick: () => { box.remove(); close?.(); } }, "Close")), area);
+    h("div", { class: "afk-bar" }, h("b", {}, "Code for a cell"), said, h("span", { class: "afk-grow" }), h("button", { type: "button", onclick: () => { box.remove(); close?.(); } }, "Close")), area);
   const copy = async () => {
     area.select();
     try {
@@ -420,12 +420,12 @@ export function codeBox(code, close) {
 export function child(host, ref, el) {
   const gone = new AbortController();
   const failed = (error) => { if (!gone.signal.aborted) el.replaceChildren(h("div", { class: "afk-note" }, `This view cannot be shown here: ${error.message ?? error}`)); };
-  if (!host?.getWidget) failed(new Error("it needs anywidget 0.11 in the front end"));
+  if (!host?.getWidget) failed(new Error("the front end needs anywidget 0.11"));
   else host.getWidget(ref.replace(/^IPY_MODEL_/, "anywidget:")).then((widget) => { if (!gone.signal.aborted) return widget.render({ el, signal: gone.signal }); }).catch(failed);
   return () => { gone.abort(); el.replaceChildren(); };
 }
 
-/** Show in `el` the view that Python opened below this one, replacing any other. See the Python class Opener. */
+/** Replace the content of `el` by the view that Python opened below this view. See the Python class Opener. */
 export function showBelow(context, model, host, el, changed = () => {}) {
   let takeAway = null;
   function draw() {
@@ -439,7 +439,7 @@ export function showBelow(context, model, host, el, changed = () => {}) {
   draw();
 }
 
-/** A box for the view opened below, with a title and a Close button, which calls `back` to return the focus. */
+/** A box for the view opened below this view. It has a title and a Close button, which calls `back` to return the focus. */
 export function belowBox(context, model, host, title, back) {
   const place = h("div", {});
   const leave = h("button", { type: "button", class: "afk-small", onclick: () => { context.ask("leave"); back(); } }, "Close");
@@ -449,7 +449,7 @@ export function belowBox(context, model, host, title, back) {
   return box;
 }
 
-/** Bar for the chain picked in a view of many: buttons to open it, and the opened view. See the class ChainsView. */
+/** Bar for the chain picked in a list: buttons to open the chain, and the opened view. See the class ChainsView. */
 export function chainBar(context, model, host, back) {
   const name = h("bdi", {});
   const button = (text, title, what) => h("button", { type: "button", class: "afk-small", title, onclick: () => context.ask(what) }, text);
@@ -466,7 +466,7 @@ export function chainBar(context, model, host, back) {
     if (box.hidden) code.replaceChildren();
     name.textContent = picked?.name ?? "";
     stepper.disabled = !picked?.agent;
-    stepper.title = picked?.agent ? "Continue, rewind or edit it in the stepper" : "Pass agent= to this view to open its chains in the stepper";
+    stepper.title = picked?.agent ? "Continue, rewind or edit the chain in the stepper" : "Pass agent= to this view to open chains in the stepper";
   }
   let shown = model.get("_cell")?.n ?? 0;
   context.on("_chain", draw);

@@ -14,7 +14,8 @@ from ._tokens import Row, some
 def compare_rows(rows: list[Row], others: list[Row]) -> tuple[list[Row], list[str], dict[int, int]]:
     """Add the values of `others` to the matching tokens of `rows`. Values are missing where the tokens differ.
 
-    If `rows` and `others` are single rows of different trajectories, both are shown, with their common prefix length.
+    If `rows` and `others` are single rows of different trajectories, both are shown with the length of their common
+    prefix.
 
     Returns:
         The rows to show, notes for the page, and a mapping from row index to the index of the first differing token.
@@ -54,14 +55,14 @@ def compare_rows(rows: list[Row], others: list[Row]) -> tuple[list[Row], list[st
                 with np.errstate(invalid="ignore"):
                     row.signals[f"Δ {name}"] = values - row.signals[name]
     if alone:
-        notes.append(f"not in compare: {some(alone)}")
+        notes.append(f"not in the second source: {some(alone)}")
     if by_id:
-        notes.append(f"only in compare, not shown: {some(list(by_id))}")
+        notes.append(f"only in the second source, not shown: {some(list(by_id))}")
     if differing:
-        notes.append(f"{count(differing, 'token')} of the same trajectory differ between the two; shown as missing")
+        notes.append(f"{count(differing, 'token')} differ between the sources; their values are shown as missing")
     return rows, notes, {}
 
 
 def _keys(row: Row) -> npt.NDArray[np.int64]:
-    """Return the ids of a row, with different keys for placeholders of different images."""
+    """Return the token ids of a row, in which placeholders of different images get different ids."""
     return row_keys(row.ids, ((image, first, after - first) for first, after, image in row.images))

@@ -45,7 +45,7 @@ def page(rows: list[Row], about: dict[str, Any], signal: str, title: str) -> str
         words = {"low": "lowest", "high": "highest", "far": f"farthest from {number(summary['middle'])}"}
         head = escape(f"{words[summary['telling']]} {summary['label']}")
         out.append(
-            f"<details><summary>{len(telling)} most telling tokens: {head}</summary><table><thead><tr>"
+            f"<details><summary>{len(telling)} most informative tokens: {head}</summary><table><thead><tr>"
             f"<th>trajectory</th><th>token</th><th>piece</th><th>{escape(summary['label'])}</th>{more}</tr></thead><tbody>{table}</tbody></table></details>"
         )
     shown = rows_shown = 0
@@ -79,7 +79,7 @@ def page(rows: list[Row], about: dict[str, Any], signal: str, title: str) -> str
         out.append(
             tag(
                 "div",
-                escape(f"Left out of this static form: {gone}. Run the cell to see all."),
+                escape(f"Left out of this static view: {gone}. Run the cell to see all."),
                 style="margin-top:8px",
             )
         )
@@ -128,7 +128,7 @@ def _turn_html(
 
 
 def _thumbnail(image: Any, tokens: int, left: int) -> str:
-    """Return an image as HTML with its size and number of tokens, or only these if it needs more than `left` bytes."""
+    """Return HTML of an image with its size and number of tokens; the image is left out if it exceeds `left` bytes."""
     title = f"{image}, {count(tokens, 'token')}"
     if not image.preview or len(image.preview) > left:
         return escape(title)
@@ -200,7 +200,7 @@ def _shade(value: float, summary: dict[str, Any]) -> str:
 
 
 def fraction(value: float, summary: Mapping[str, Any]) -> tuple[float, bool]:
-    """Return the distance of a value from the neutral point of its scale (0 to 1), and True if it is above this."""
+    """Return the distance of a value from the middle of its scale (0 to 1), and True if it is above the middle."""
     lo, hi = summary.get("lo", 0.0), summary.get("hi", 1.0)
     if np.isinf(value):
         full = summary["scale"] == "around" or (value > 0) == (summary["scale"] == "up")

@@ -1,7 +1,7 @@
 """Extraction of per-token values from trajectories, rollouts, batches and training statistics.
 
 Rows are matched by (trajectory id, token span), never by position, because the rows of a batch and of a rollout may be
-ordered differently. Spans are token indices in the trajectory.
+ordered differently. A span is a range of token indices in the trajectory.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class Signal:
         unit: The unit of the values, such as "nats".
         middle: The neutral value of an "around" scale.
         fixed: The range of the scale, if it does not depend on the data.
-        reach: The largest distance of the ends of the scale from `middle`. All values beyond look the same.
+        reach: The maximum distance between `middle` and an end of the scale. All values beyond the ends look the same.
         says: A short explanation for the legend.
-        telling: The most informative values, which are listed first: "high", "low", or "far" (from the middle).
+        telling: The values that are most informative and listed first: "high", "low", or "far" (from the middle).
     """
 
     name: str
@@ -52,7 +52,8 @@ class Signal:
     telling: str = "high"
 
 
-# End of the scale of logprobs. If it were the lowest logprob, one rare token would make all others look certain.
+# End of the scale for logprobs. If the scale ended at the lowest logprob, one rare token would make all others look
+# certain.
 _NATS = 3.0
 
 SIGNALS = {
@@ -63,14 +64,14 @@ SIGNALS = {
             says="of the sampler, when the token was sampled",
         ),
         Signal("entropy", "entropy", unit="nats", says="of the distribution that the token was sampled from"),
-        Signal("advantage", "advantage", "around", telling="far", says="given to the step for this token"),
+        Signal("advantage", "advantage", "around", telling="far", says="of this token, used by the training step"),
         Signal("reward", "reward", "around", telling="far", says="credited to this token"),
         Signal("return", "return", "around", telling="far"),
         Signal("value", "value", "around", telling="far", says="of the value head"),
         # Ratios cannot be negative, so the scale starts at 0 or above.
-        Signal("ratio", "ratio", "around", middle=1, reach=1, telling="far", says="probability after / at sampling"),
+        Signal("ratio", "ratio", "around", middle=1, reach=1, telling="far", says="probability now / at sampling"),
         Signal("clipped", "clipped", "flag", says="clipped: no gradient from this token"),
-        Signal("kl_reference", "KL to reference", unit="nats", says="k3"),
+        Signal("kl_reference", "KL to reference", unit="nats", says="k3 estimate"),
         Signal(
             "sampler_gap",
             "sampler gap",
@@ -82,7 +83,7 @@ SIGNALS = {
         Signal("logprob_before", "logprob before", "down", "nats", telling="low", reach=_NATS),
         Signal("logprob_after", "logprob after", "down", "nats", telling="low", reach=_NATS),
         Signal("logprob_reference", "logprob of reference", "down", "nats", telling="low", reach=_NATS),
-        Signal("weight", "importance weight", "around", middle=1.0, telling="far", says="trainer over sampler"),
+        Signal("weight", "importance weight", "around", middle=1.0, telling="far", says="trainer / sampler"),
         Signal("prob_before", "probability before", fixed=(0.0, 1.0), telling="low"),
         Signal("prob_after", "probability after", fixed=(0.0, 1.0), telling="low"),
         Signal("prob_change", "probability change", "around", telling="far", says="after − before the step"),
@@ -163,7 +164,7 @@ class Row:
         signals: The values of each signal, one per token; NaN where missing.
         alternatives: The recorded alternatives (id, text, logprob) of each token; an empty tuple if no token has any.
         note: A message shown in place of the tokens.
-        images: First placeholder, last + 1, and image of each span of placeholders.
+        images: A tuple (first placeholder, last + 1, image) for each span of placeholders.
     """
 
     id: str
@@ -201,7 +202,7 @@ class Row:
         return [(int(self.turn[a]), a, b) for a, b in pairwise(edges)]
 
     def rank(self, i: int) -> int | None:
-        """Return the rank of token `i` among its recorded alternatives, from 1, or None if it is not among them."""
+        """Return the rank (from 1) of token `i` among its recorded alternatives, or None if it is not one of them."""
         ids = [id for id, _, _ in self.alternatives[i]] if self.alternatives else []
         return ids.index(int(self.ids[i])) + 1 if int(self.ids[i]) in ids else None
 
@@ -224,13 +225,13 @@ def is_trajectory(x: Any) -> bool:
 
 
 def _trajectory_rows(t: Any) -> list[Row]:
-    """Return one Row per row of the trajectory. If there are several, the `id` of each ends with its index."""
+    """Return one Row per row of the trajectory. If there are several, each `id` ends with the index of the row."""
     if not getattr(t, "exact", True):
         none = np.zeros(0, np.int64)
         return [Row(
             id=t.id, task=t.task.id, chain=t.chain, reward=t.reward, stop=t.stop, start=0, ids=none, token_texts=(),
             turn=none, turns=(), mask=none.astype(bool),
-            note="This engine gave text only: there are no token ids to show.",
+            note="The engine returned only text, so there are no token ids to show.",
         )]  # fmt: skip
     rows = []
     for r in t.rows:
@@ -360,8 +361,8 @@ def summary(signal: Signal, values: Floats, sampled: npt.NDArray[np.bool_]) -> d
     }  # fmt: skip
     if len(finite):
         out.update(min=float(finite.min()), max=float(finite.max()), mean=float(finite.mean()))
-        # Clip the range at quantiles, so that all other tokens do not look the same because of one extreme token. The
-        # legend shows the number of clipped values.
+        # Clip the range at quantiles. Otherwise, one extreme token would make all others look the same. The legend
+        # shows the number of clipped values.
         many = len(finite) >= 200
         low, high = np.quantile(finite, (0.01, 0.99)) if many else (finite.min(), finite.max())
         if signal.fixed is not None:

@@ -26,7 +26,7 @@ def page(about: dict[str, Any], runs: Sequence[Source], title: str) -> str:
     """Return the HTML of the charts in `about`, with the states of the runs and a table of the numbers."""
     names = [each.name for each in runs if each.name]
     name = f" · {', '.join(names)}" if names else ""
-    out = [tag("div", tag("b", escape(title)), escape(f"{name} (when this was drawn)"), style="margin:2px 0 6px")]
+    out = [tag("div", tag("b", escape(title)), escape(f"{name} (when this was saved)"), style="margin:2px 0 6px")]
     for each in runs:
         of = f" of {each.name}" if len(runs) > 1 else ""
         if each.word:
@@ -37,7 +37,7 @@ def page(about: dict[str, Any], runs: Sequence[Source], title: str) -> str:
             out.append(tag("div", tag("b", escape(f"Finding{of}: ")), escape(each.finding), style="margin:0 0 6px"))
     steps = np.unique(np.concatenate([each.steps for each in runs]))
     if not len(steps):
-        return tag("div", *out, tag("div", "No step is recorded yet."))
+        return tag("div", *out, tag("div", "No steps have been recorded yet."))
     left, more = 78_000, list[str]()
     for panel in about["panels"]:
         if panel["error"]:
@@ -48,7 +48,7 @@ def page(about: dict[str, Any], runs: Sequence[Source], title: str) -> str:
         picture = "data:image/svg+xml;base64," + base64.b64encode(svg.encode()).decode()
         left -= len(picture) + 700
         if left < 0:
-            out.append(tag("div", "Further charts are left out of this static form. Run the cell to see all."))
+            out.append(tag("div", "Further charts are left out of this static view. Run the cell to see all."))
             break
         hint = _describe(panel, steps, runs)
         (more if panel["more"] else out).append(
@@ -61,10 +61,12 @@ def page(about: dict[str, Any], runs: Sequence[Source], title: str) -> str:
         keys = [f"{_MARKS[i % len(_MARKS)]} {each.name or f'run {i + 1}'}" for i, each in enumerate(runs)]
         out.append(tag("div", escape(" · ".join(keys))))
     if any(panel["points"] and _last_of(runs, panel["points"]) for panel in about["panels"]):
-        out.append(tag("div", "Circles are evaluations, with their intervals if recorded."))
+        out.append(tag("div", "Circles show evaluations, with their intervals if recorded."))
     if any(panel["bandLow"] and _last_of(runs, panel["bandLow"]) for panel in about["panels"]):
         out.append(
-            tag("div", "Bands are 95 % intervals for the mean of a step, computed as if its chains were independent.")
+            tag(
+                "div", "Bands show 95 % intervals for the mean of a step, computed as if the chains were independent."
+            )
         )
     shown = [(line["label"] or p["label"], line["key"]) for p in about["panels"] if p["n"] for line in p["lines"]]
     shown += [(f"{p['label']} (evaluation)", p["points"]) for p in about["panels"] if _last_of(runs, p["points"])]
@@ -78,7 +80,7 @@ def page(about: dict[str, Any], runs: Sequence[Source], title: str) -> str:
     rows = "".join("<tr>" + "".join(f"<td>{escape(text)}</td>" for text in row) + "</tr>" for row in cells)
     out.append(
         "<details><summary>numbers</summary><table><thead><tr><th></th><th>run</th><th>first</th><th>last</th>"
-        f"<th>curve</th><th>steps with it</th></tr></thead><tbody>{rows}</tbody></table></details>"
+        f"<th>curve</th><th>steps recorded</th></tr></thead><tbody>{rows}</tbody></table></details>"
     )
     missing = [p["label"] for p in about["panels"] if not p["n"] and not p["error"]]
     if missing:

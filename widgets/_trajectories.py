@@ -21,16 +21,16 @@ OUTCOMES = ("success", "failed", "unscored", "dropped")
 SIGNS = {"success": "✓", "failed": "✗", "unscored": "–", "dropped": "⌀"}
 # Maximum number of metrics shown as columns of the list. All metrics are shown for a selected trajectory.
 METRICS = 4
-# Maximum number of tasks in the menu that selects a task.
+# Maximum number of tasks in the menu for selecting a task.
 _TASKS = 500
 
 
 @dataclass(frozen=True)
 class Entry:
-    """Parts of a trajectory that the view keeps: its numbers and references to its texts, but not its tokens.
+    """The parts of a trajectory that the view keeps: numbers and references to texts, but no tokens.
 
     Attributes:
-        label: The id of the trajectory, or "chain 3" if the id of its task is a hash.
+        label: The id of the trajectory, or a name such as "chain 3" if the id of its task is a hash.
         fields: Names and values of the task's fields, as text.
         turns: (kind, author, text, token count, sampled, seconds, reward, stop reason, calls, messages) of each turn.
         keys: One key per turn. Turns shared by several chains are recognized by their equal keys.
@@ -61,7 +61,7 @@ def read(source: Any, batch: Any) -> tuple[list[Any], dict[str, str]]:
     else:
         if hasattr(source, "detail") and hasattr(source, "batch"):  # Stats of a training step
             if source.batch is None:
-                raise ValueError("these Stats hold no batch; call ppo_step(..., detail=True), or pass the rollout")
+                raise ValueError("these Stats contain no batch; call ppo_step(..., detail=True), or pass the rollout")
             source = source.batch
         if hasattr(source, "dropped") and batch is None:
             batch = source
@@ -144,7 +144,7 @@ def _texts(texts: list[str]) -> dict[str, bytes]:
 
 
 def _codes(values: list[str]) -> tuple[list[str], bytes]:
-    """Return the distinct values in alphabetical order, and the index of each value in this list, as bytes."""
+    """Return the distinct values in alphabetical order, and the index of each input value among them, as bytes."""
     names = {name: i for i, name in enumerate(sorted(set(values)))}
     index = np.array([names[v] for v in values], "<i4")
     return [escape_control_chars(name, 200) for name in names], index.tobytes()
@@ -160,16 +160,16 @@ def _calls(k: Entry) -> list[Any]:
 
 @dataclass(frozen=True)
 class Column:
-    """Column of the list, or a number by which it can only be sorted.
+    """Column of the list, or a hidden number used for sorting the list.
 
     Attributes:
         key: Name of the column in the buffers; its cells have the class "afk-c-" + key.
         label: Heading, and name in the menu of sort orders.
         value: Function of an entry that returns a number or a text; None if it is missing.
         widths: CSS widths in a wide view, below 760 and below 360 pixels. A column is hidden where its width is "".
-            Without widths, it is not shown.
-        text: Maximum number of characters of a text, half of it in the static form; 0 for numbers, which are
-            aligned right.
+            Without widths, the column is never shown.
+        text: Maximum number of characters of a text (half as many in the static form); 0 for numbers, which are aligned
+            right.
         sortable: True if a click on the heading sorts by the column.
         hint: Tooltip of the heading.
         optional: True to leave the column out if its values are empty.
@@ -199,7 +199,7 @@ class Column:
 COLUMNS = (
     Column("question", "question", lambda k: k.question, ("minmax(0, 1fr)",) * 3, text=160, sortable=False),
     Column("expected", "expected", lambda k: k.answer, ("minmax(64px, 0.3fr)", "70px", ""), text=120, sortable=False,
-           hint="the task's field answer", optional=True),
+           hint="the field answer of the task", optional=True),
     Column("reward", "reward", lambda k: k.reward, ("60px", "52px", "52px")),
     Column("stop", "stop reason", lambda k: k.stop, ("94px", "80px", ""), text=80, sortable=False),
     Column("actions", "actions", lambda k: k.actions),
@@ -207,13 +207,13 @@ COLUMNS = (
     Column("failed", "failed calls", lambda k: sum(c.result is not None and not c.result.ok for c in _calls(k))),
     Column("tokens", "tokens", lambda k: None if None in (n := [turn[3] for turn in k.turns]) else sum(n)),
     Column("seconds", "seconds", lambda k: k.seconds),
-    Column("sampling", "time sampling", lambda k: _sum_seconds(k, "action")),
-    Column("tools", "time in tools", lambda k: _sum_seconds(k, "observation")),
+    Column("sampling", "sampling time", lambda k: _sum_seconds(k, "action")),
+    Column("tools", "tool time", lambda k: _sum_seconds(k, "observation")),
 )  # fmt: skip
 
 
 def columns(kept: list[Entry]) -> list[Column]:
-    """Return `COLUMNS`, and after the reward those of the metrics, of which the first `METRICS` are shown.
+    """Return `COLUMNS`, with columns for metrics inserted after the reward. Only the first `METRICS` of them are shown.
 
     "success" and metrics that always equal the reward are not shown.
     """
@@ -237,7 +237,7 @@ def _metric(name: str, k: Entry) -> float | None:
 
 
 def payload(kept: list[Entry], dropped: dict[str, str]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the data of the list as a JSON-compatible dict and as buffers."""
+    """Return the data of the list: a dict that can be encoded as JSON, and a dict of buffers."""
     outcomes = [outcome_of(k, dropped) for k in kept]
     stops, stop = _codes([k.stop for k in kept])
     _, group = _codes([k.group for k in kept])

@@ -3,7 +3,7 @@
 const LETTER = { prompt: "P", action: "A", observation: "O", forced: "F" };
 export const KEYS = { s: "sample", a: "again", g: "greedy", r: "act", e: "run", w: "write", u: "undo", k: "fork", f: "finish" };
 
-/** Current purpose of the text box: text of the model ("force"), a result for its action ("observe"), or null. */
+/** Current purpose of the text box: text for the model ("force"), a result for its action ("observe"), or null. */
 export function composer(can) {
   if (can.force) return "force";
   return can.observe ? "observe" : null;
@@ -38,7 +38,7 @@ export default {
         const tabs = h("span", { class: "afk-tabs", role: "group", "aria-label": "Chains" });
         const codeButton = button("As code", "", "Python code that repeats these steps", () => context.ask("code"));
         const tokensButton = button("Tokens", "", "Show the tokens with all their values below", () => context.ask("tokens"));
-        const below = belowBox(context, model, host, "its tokens, as they were when this was opened", () => tokensButton.focus());
+        const below = belowBox(context, model, host, "Tokens of the chain at the time when this view was opened", () => tokensButton.focus());
         const result = h("div", { class: "afk-result" });
         const turns = h("div", { class: "afk-turns", tabindex: "0", role: "log", "aria-label": "Turns of the chain" });
         const bars = h("div", { class: "afk-bars", role: "group", "aria-label": "Next token, most probable first" });
@@ -47,7 +47,7 @@ export default {
         const side = h("div", { class: "afk-side" }, h("div", { class: "afk-sidehead" }, h("label", {}, toggle, "next token"), barsTitle), bars);
 
         const act = {
-          sample: button("Sample", "s", "Sample one action. Sampling again at the same turn draws another one", () => context.ask("sample", false), "sample"),
+          sample: button("Sample", "s", "Sample one action. Sampling again at the same turn draws another sample", () => context.ask("sample", false), "sample"),
           again: button("Another sample", "a", "Replace the last action with another sample", () => context.ask("again"), "again"),
           greedy: button("Greedy", "g", "Take the most probable token at each position", () => context.ask("sample", true), "sample"),
           act: button("Run the tools", "r", "Run the tool calls of the last action", () => context.ask("act"), "act"),
@@ -103,7 +103,7 @@ export default {
           if (c.unreadable !== null) line.append(h("div", { class: "afk-bad" }, `✕ could not be read: ${c.unreadable}`));
           if (c.ok !== null) {
             line.append(h("div", { class: c.ok ? "" : "afk-bad" }, c.ok ? "✓ " : "✕ failed: ", h("code", { class: "afk-said", dir: "auto" }, c.result),
-              h("span", { class: "afk-soft afk-num" }, ` · ${brief(c.seconds)}${c.truncated ? ", cut" : ""}`)));
+              h("span", { class: "afk-soft afk-num" }, ` · ${brief(c.seconds)}${c.truncated ? ", truncated" : ""}`)));
           }
           if (c.error !== null) {
             line.append(h("details", {}, h("summary", {}, c.error), h("pre", {}, c.traceback || "no traceback")));
@@ -126,7 +126,7 @@ export default {
               h("span", { class: "afk-soft afk-num" }, facts.join(" · ")), h("span", { class: "afk-grow" }), edit, back),
             // Tool results are shown per call; the templated text that the model reads opens on a click.
             ...(t.kind === "observation" && t.calls.length
-              ? [...t.calls.map(call), h("details", { class: "afk-told" }, h("summary", {}, "as the model reads it"), h("div", { class: "afk-text", dir: "auto" }, t.text))]
+              ? [...t.calls.map(call), h("details", { class: "afk-told" }, h("summary", {}, "text that the model reads"), h("div", { class: "afk-text", dir: "auto" }, t.text))]
               : [h("div", { class: "afk-text", dir: "auto" }, t.text), ...t.calls.map(call)]), ...pictures(t.images));
         }
         function startEdit(t) {
@@ -164,7 +164,7 @@ export default {
           bars.replaceChildren();
           barsTitle.textContent = d.entropy !== undefined ? `entropy ${d.entropy} nats` : "";
           if (d.why) bars.append(h("div", { class: "afk-soft" }, d.why));
-          else if (!d.ids) bars.append(h("div", { class: "afk-soft" }, toggle.checked ? "No action is due." : "Not requested."));
+          else if (!d.ids) bars.append(h("div", { class: "afk-soft" }, toggle.checked ? "The chain does not expect an action." : "Tick the box to request probabilities."));
           else {
             d.ids.forEach((id, i) => {
               const fill = h("span", { class: "afk-fill", "aria-hidden": "true" });
@@ -250,7 +250,7 @@ export default {
           mode = composer(can);
           const use = editing ? "edit" : mode;
           const pending = can.act;
-          put(wordsLabel, { force: "Write an action for the model (mask 0)", edit: "Replacement for the result above", observe: pending ? "Or write the result of the calls" : "Answer as the user and continue" }[use] ?? "Nothing can be written now");
+          put(wordsLabel, { force: "Write an action for the model (mask 0)", edit: "Replacement for the result above", observe: pending ? "Or write the result of the calls" : "Reply as the user and continue" }[use] ?? "Nothing can be written now");
           put(write, { force: "Write it", edit: "Replace the result", observe: pending ? "Use as result" : "Answer" }[use] ?? "Write it");
           words.disabled = write.disabled = use === null;
           leave.disabled = use !== "force";

@@ -1,4 +1,4 @@
-"""Interactive stepping of one chain, with buttons and keys that call the methods of the chain."""
+"""View for stepping through one chain with buttons and keys that call the methods of the chain."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ChainStepper(Opener):
     repeatedly at the same turn draws different samples. `to_code()` returns code for a cell that reproduces the chain.
 
     A chain can be scored only after it has ended, because scoring closes it. If the chain held no sandbox, scoring can
-    be undone: the view then shows a fork with the same turns and seeds.
+    be undone; the view then shows a fork with the same turns and seeds.
 
     Args:
         chain: A chain, or an agent if `task` is given.
@@ -49,7 +49,7 @@ class ChainStepper(Opener):
         trajectory: The result of `finish()`, or None.
         error: The exception raised by the last click, which is also shown on the page.
         selection: A snapshot of the chain shown, with `.to_frame("turns")` and `.to_frame("tokens")`.
-        opened: The TokenView of the chain opened below this view, or None.
+        opened: The TokenView opened below this view, or None.
     """
 
     stem: ClassVar[str] = "chain_stepper"
@@ -95,7 +95,7 @@ class ChainStepper(Opener):
         self._drawn_at: tuple[Any, Any] | None = None
         # Seeds of the actions that were sampled after each turn, as id(turn) -> (turn, seeds).
         self._seeds: dict[int, tuple[Any, set[int]]] = {}
-        # Maps the id of a scored chain to a fork made just before scoring, which replaces the chain if this is undone.
+        # Maps the id of a scored chain to a fork made just before scoring. Undoing the scoring shows this fork.
         self._spares: dict[str, Any] = {}
         self._code_open = False
         self._at = 0
@@ -176,7 +176,7 @@ class ChainStepper(Opener):
 
     def _unfollow(self) -> None:
         if self._end is not None:
-            self._end()  # has no effect the second time
+            self._end()  # a second call has no effect
 
     def _refresh_safely(self) -> None:
         if self.comm is None or (self._seen and not self._pages):
@@ -343,7 +343,7 @@ class ChainStepper(Opener):
         self._start("editing", lambda chain: _now(lambda: edit(chain)))
 
     def _do_rewind(self, value: Any) -> None:
-        """Rewind to the turn with index `value`, or by one turn if None. For a scored chain, undo the scoring."""
+        """Rewind to the turn with index `value`, or by one turn if it is None. For a scored chain, undo the scoring."""
         spare = self._spares.pop(self.chain.id, None)
         if spare is not None:
             self.chains[self._at] = spare

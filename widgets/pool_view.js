@@ -5,7 +5,7 @@ const BANDS = ["leased", "starting", "idle"];
 const COUNTS = { leased: "leased", idle: "idle", starting: "starting", resetting: "resetting", waiting: "waiting", recycled: "recycled", dead: "died", failed_starts: "failed starts" };
 const HINTS = { recycled: "Number of times that a sandbox was reset for its next lease", dead: "Sandboxes that were found dead or could not be reset; they are replaced" };
 
-/** Sandboxes in the order of their ids, followed by the slots in which none was started yet, unless the pool is closed. */
+/** Sandboxes in the order of their ids, followed by the slots without a sandbox unless the pool is closed. */
 export function tiles(state) {
   const lanes = state.lanes.map(([id, name, owner, uses, age, turn, hand]) => ({ key: `s${id}`, id, name, owner, uses, age, turn, hand: hand ? "this view" : "" })).sort((a, b) => a.id - b.id);
   for (let k = 0; !state.closed && lanes.length < state.counts.size; k++) lanes.push({ key: `e${k}`, id: null, name: "empty", owner: null, uses: 0, age: null, turn: null, hand: "" });
@@ -38,7 +38,7 @@ export function bands(history, w, h, span, now) {
     const up = [];
     const down = [];
     history.forEach((p, i) => {
-      // A state lasts until the next one, so the curves are step functions.
+      // A state lasts until the next point, so the curves are step functions.
       const until = i + 1 < history.length ? history[i + 1].t : now;
       up.push([x(p.t), h - top[i] * h], [x(until), h - top[i] * h]);
       down.push([x(p.t), h - floor[i] * h], [x(until), h - floor[i] * h]);
@@ -49,13 +49,13 @@ export function bands(history, w, h, span, now) {
   return out;
 }
 
-/** Split a name into two parts. Only the first may be truncated: the last word distinguishes chains of one run. */
+/** Split a name into two parts. Only the first may be truncated, because the last word distinguishes chains of a run. */
 export function ends(name) {
   const tail = /[-:.\s_]([^-:.\s_]{1,14})$/u.exec(name)?.[1] ?? "";
   return [name.slice(0, name.length - tail.length), tail];
 }
 
-/** Selection after a click on a number, which is the only one selected. Ctrl toggles it, Shift selects from `anchor` to it. */
+/** Selection after a click on a number. A plain click selects only it, Ctrl toggles it, Shift selects from `anchor` to it. */
 export function picked(selected, ids, id, anchor, { add = false, range = false } = {}) {
   const [a, b] = [ids.indexOf(anchor), ids.indexOf(id)];
   if (range && a >= 0) return [...new Set([...(add ? selected : []), ...ids.slice(Math.min(a, b), Math.max(a, b) + 1)])];
@@ -93,18 +93,18 @@ export default {
         const pickedBar = h("div", { class: "afk-hands afk-pickedbar" }, chosenText, asPython, clear);
         const queue = h("div", { class: "afk-queue" });
         const strip = s("svg", { class: "afk-strip", role: "img", preserveAspectRatio: "none", viewBox: "0 0 600 40" });
-        const stripTitle = h("div", { class: "afk-soft afk-stripnote" }, h("span", {}, "60 s ago"), h("span", { class: "afk-stripkey" }, ...BANDS.map((name) => h("span", {}, h("i", { class: `afk-s-${name}`, "aria-hidden": "true" }), name)), h("span", {}, "as shares of the size")), h("span", {}, "now"));
+        const stripTitle = h("div", { class: "afk-soft afk-stripnote" }, h("span", {}, "60 s ago"), h("span", { class: "afk-stripkey" }, ...BANDS.map((name) => h("span", {}, h("i", { class: `afk-s-${name}`, "aria-hidden": "true" }), name)), h("span", {}, "as fractions of the size")), h("span", {}, "now"));
         const table = h("div", { class: "afk-owners", tabindex: "0", role: "region" });
         const pick = h("select", { "aria-label": "Sandbox to act on" });
         const act = (name, text, title) => h("button", { type: "button", class: "afk-small", title, onclick: () => { context.ask(name, chosen()); put(done, name === "take" ? "requested a sandbox" : `requested: ${text.toLowerCase()} #${chosen()}`); } }, text);
         const does = {
-          take: act("take", "Take", "Lease a sandbox, which is then in view.held. In a pool of several sandboxes, at least one stays available to chains"),
+          take: act("take", "Take", "Lease a sandbox for use as view.held[number]. If the pool has several, at least one stays available to chains"),
           give_back: act("give_back", "Release", "Release the sandbox leased here"),
-          reset: act("reset", "Reset", "Recycle the sandbox. A chain that holds it loses it and is not scored"),
+          reset: act("reset", "Reset", "Reset the sandbox. A chain that holds it loses it and is not scored"),
           close: act("close", "Close", "Destroy and replace the sandbox. A chain that holds it loses it and is not scored"),
         };
         const done = h("span", { class: "afk-soft", role: "status" });
-        const hands = h("div", { class: "afk-hands", role: "group", "aria-label": "By hand" }, h("span", {}, "By hand:"), does.take, pick, does.reset, does.close, does.give_back, done);
+        const hands = h("div", { class: "afk-hands", role: "group", "aria-label": "Manual control" }, h("span", {}, "Manual control:"), does.take, pick, does.reset, does.close, does.give_back, done);
         const tabs = Object.fromEntries(["sandboxes", "owners", "events"].map((name) => [name, h("button", { type: "button", onclick: () => { context.put("_tab", name); mode(); } }, name[0].toUpperCase() + name.slice(1))]));
         root.append(h("div", { class: "afk-bar" }, title, what, h("span", { class: "afk-grow" }), h("span", { role: "group", "aria-label": "Table shown" }, ...Object.values(tabs).flatMap((tab) => [tab, " "]))),
           note, h("div", { class: "afk-bar afk-sub" }, counts), grid, table, pickedBar, hands, codeHolder, queue, strip, stripTitle);
@@ -126,11 +126,11 @@ export default {
         const since = () => (performance.now() - sentAt) / 1000;
         function drawOwners(state) {
           const held = (ids) => h("button", { type: "button", class: "afk-link", title: "Select the sandboxes of this owner", onclick: () => choose(ids) }, ids.map((id) => `#${id}`).join(" "));
-          drawTable(["owner", "holds", "for", "turn", "how"], ["for", "turn"], owners(state).map((r) => [h("bdi", {}, r.owner), held(r.ids), r.age === null ? "" : duration(r.age + since()), r.turns.join(" "),
+          drawTable(["owner", "sandboxes", "time", "turn", "leased by"], ["time", "turn"], owners(state).map((r) => [h("bdi", {}, r.owner), held(r.ids), r.age === null ? "" : duration(r.age + since()), r.turns.join(" "),
             r.hands.length ? h("span", { class: "afk-hand" }, r.hands[0]) : "chain or code"]), "Nothing is leased.");
         }
         function drawEvents(state) {
-          drawTable(["ago", "sandbox", "event", "owner", "reason"], ["ago"], state.events.map(([age, id, kind, owner, detail]) => [duration(age + since()), id === null ? "" : `#${id}`, kind, h("bdi", {}, owner ?? ""), detail]), "No sandbox died, failed to start, or was replaced, and no request was refused.");
+          drawTable(["ago", "sandbox", "event", "owner", "reason"], ["ago"], state.events.map(([age, id, kind, owner, detail]) => [duration(age + since()), id === null ? "" : `#${id}`, kind, h("bdi", {}, owner ?? ""), detail]), "No events. Events are listed if a sandbox dies, fails to start or is replaced, or a request is refused.");
         }
 
         const numbers = {};
@@ -258,7 +258,7 @@ export default {
           put(title, `${state.sandbox_type} pool`);
           put(what, `size ${state.counts.size} · ${state.closed ? "closed" : `isolation ${state.isolation ?? "as available"}`}`);
           for (const [name, node] of Object.entries(numbers)) put(node, state.counts[name].toLocaleString("en-US"));
-          put(note, state.closed ? "This pool is closed." : state.gone ? "The pool no longer exists: this is its last state." : state.error ? `The last start failed: ${state.error}` : "");
+          put(note, state.closed ? "This pool is closed." : state.gone ? "The pool no longer exists; this is its last state." : state.error ? `The last start failed: ${state.error}` : "");
           note.hidden = !note.textContent;
           if (model.get("_tab") === "owners") drawOwners(state);
           else if (model.get("_tab") === "events") drawEvents(state);
@@ -285,7 +285,7 @@ export default {
             put(parts.hand, t.hand);
             parts.hand.hidden = !t.hand;
             put(parts.turn, t.turn !== null ? (/^\d/.test(t.turn) ? `turn ${t.turn}` : t.turn) : t.id !== null && t.owner === null ? plural(t.uses, "lease") : "");
-            parts.box.title = t.id === null ? "no sandbox has been started here" : `sandbox ${t.id}: ${t.name}${t.owner ? `, held by ${t.owner}${t.hand ? ` (${t.hand})` : ""}` : ""}, ${plural(t.uses, "lease")} so far`;
+            parts.box.title = t.id === null ? "no sandbox has been started in this slot" : `sandbox ${t.id}: ${t.name}${t.owner ? `, held by ${t.owner}${t.hand ? ` (${t.hand})` : ""}` : ""}, ${plural(t.uses, "lease")} so far`;
             const next = last ? last.nextSibling : grid.firstChild;
             if (next !== parts.box) grid.insertBefore(parts.box, next);
             last = parts.box;
@@ -307,7 +307,7 @@ export default {
           history.push({ t: performance.now() / 1000, ...state.counts });
           tick();
         }
-        /** Replace the history with that of the kernel, which is kept when a page closes. */
+        /** Replace the history with the kernel's history, which is kept when a page closes. */
         function fill() {
           const now = performance.now() / 1000;
           const points = model.get("_history").map(([ago, leased, starting, idle, size]) => ({ t: now - ago, leased, starting, idle, size }));

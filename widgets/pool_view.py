@@ -340,13 +340,13 @@ def _page(state: dict[str, Any], points: Sequence[tuple[float, ...]], limit: int
         )  # fmt: skip
     empty = c["size"] - len(state["lanes"])
     if len(state["lanes"]) > limit:
-        out.append(tag("div", f"{len(state['lanes']) - limit} sandboxes are left out of this static form."))
+        out.append(tag("div", f"{len(state['lanes']) - limit} sandboxes are left out of this static view."))
     if empty > 0 and not state["closed"]:
         out.append(tag("div", escape(f"{count(empty, 'sandbox', 'sandboxes')} not started")))
     if c["waiting"]:
         names = ", ".join(f"{owner} ({seconds:.1f} s)" for owner, seconds in state["queue"])
         more = f" and {c['waiting'] - len(state['queue'])} more" if c["waiting"] > len(state["queue"]) else ""
-        out.append(tag("div", escape(f"waiting, in the order of service: {names}{more}")))
+        out.append(tag("div", escape(f"waiting, served in this order: {names}{more}")))
     for _, id, kind, owner, detail in state["events"][:8]:
         where = "" if id is None else f" sandbox {id}"
         text = f"{kind}{where}{f', {owner}' if owner else ''}{f': {detail}' if detail else ''}"

@@ -49,7 +49,7 @@ export default {
           numbers.replaceChildren(h("span", { class: "afk-soft" }, `${x.n.toLocaleString("en-US")} ${x.n === 1 ? "trajectory" : "trajectories"}`), pair("mean reward", "mean"), pair("success", "success"), pair("unscored", "unscored"));
           const sizes = widths(x.bars);
           chart.replaceChildren(
-            h("caption", { class: "afk-spoken" }, "Histogram of rewards, as recorded and now"),
+            h("caption", { class: "afk-spoken" }, "Histogram of recorded and new rewards"),
             h("thead", {}, h("tr", {}, h("th", { scope: "col" }, "reward"), h("th", { scope: "col" }, h("i", { class: "afk-was", "aria-hidden": "true" }), " recorded"), h("th", { scope: "col" }, h("i", { class: "afk-isnow", "aria-hidden": "true" }), " now"))),
             h("tbody", {}, ...x.bars.map(([label, a, b], i) => {
               const cell = (n, share, name) => {

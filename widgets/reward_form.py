@@ -49,7 +49,8 @@ class RewardForm(ChainsView):
         rollout: A Rollout, its trajectories, or the path of a saved rollout.
         agent: The agent that produced the trajectories, needed to open a trajectory in the stepper.
         follow: True to re-score whenever the cell that defines the reward is re-run.
-        success: The rule that decides whether a chain succeeds, as in `Agent(success=)`; by default that of `agent`.
+        success: The rule that decides whether a chain succeeds, as in `Agent(success=)`; by default the rule of
+            `agent`.
 
     Raises:  TaskError if a task lacks a field that the reward needs.
     """
@@ -366,7 +367,7 @@ def _page(about: dict[str, Any], title: str, busy: bool) -> str:
     else:
         if busy:
             out.append(
-                tag("div", "The reward was being scored again when this was saved; these are the last scores.")
+                tag("div", "The trajectories were being re-scored when this was saved; these are older scores.")
             )
         out.append(
             tag("div", f"mean reward {old['mean']} → {new['mean']}, success {old['success']} → {new['success']}, "

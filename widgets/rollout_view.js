@@ -3,8 +3,8 @@
 // A chain in state "done" is shown as "succeeded", "done" (no success) or "unscored" (no reward).
 export const STATES = ["queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled", "succeeded", "unscored"];
 const SIGN = { queued: "·", waiting: "◌", sampling: "●", sandbox: "◔", tool: "◆", scoring: "★", succeeded: "✓", done: "○", unscored: "?", failed: "✕", cancelled: "⊘" };
-const WORD = { queued: "not started", sandbox: "waiting for a sandbox", tool: "in a tool", done: "no success", unscored: "no reward" };
-const SHORT = { ...WORD, sandbox: "needs a sandbox" }; // short form for a chain's line
+const WORD = { queued: "not started", sandbox: "waiting for a sandbox", tool: "running a tool", done: "no success", unscored: "no reward" };
+const SHORT = { ...WORD, sandbox: "needs a sandbox" }; // for the line of a chain
 const OVER = new Set(["succeeded", "done", "unscored", "failed", "cancelled"]);
 const BANDS = ["succeeded", "done", "unscored", "failed", "cancelled", "scoring", "tool", "sandbox", "sampling", "waiting"];
 const CHIPS = ["queued", "waiting", "sampling", "sandbox", "tool", "scoring", "succeeded", "done", "unscored", "failed", "cancelled"];
@@ -23,7 +23,7 @@ export function order(state, since, only, how) {
   return out;
 }
 
-/** Filled share of the bar that shows a reward. The bar spans all rewards, and at least 0 to 1. */
+/** The filled fraction of a reward's bar. The bar covers the range of all rewards, and at least 0 to 1. */
 export function gauge(reward, low, high) {
   const [lo, hi] = [Math.min(0, low), Math.max(1, high)];
   return (reward - lo) / (hi - lo);
@@ -57,7 +57,7 @@ export default {
         const note = h("div", { class: "afk-note" });
         const chips = h("div", { class: "afk-chips afk-num", role: "group", "aria-label": "Show only chains in these states" });
         const progress = h("div", { class: "afk-progress", role: "progressbar", "aria-label": "Finished chains", "aria-valuemin": "0" });
-        const how = h("select", { "aria-label": "Order" }, h("option", { value: "running" }, "running chains first"), h("option", { value: "place" }, "in the order of the tasks"), h("option", { value: "longest" }, "longest in state first"));
+        const how = h("select", { "aria-label": "Order" }, h("option", { value: "running" }, "running chains first"), h("option", { value: "place" }, "in the order of the tasks"), h("option", { value: "longest" }, "longest in their state first"));
         const shown = h("span", { class: "afk-soft afk-num" });
         const only = new Set();
         let data = null;
@@ -144,7 +144,7 @@ export default {
           const why = idle(about.gone || context.stale() ? "done" : about.state);
           pause.disabled = stop.disabled = why !== "";
           [pause.title, stop.title] = [why, why || "Stop the running chains; finished ones are kept"];
-          note.replaceChildren(...prose(about.gone ? "The run no longer exists: this is its last state." : about.hint));
+          note.replaceChildren(...prose(about.gone ? "The run no longer exists; this is its last state." : about.hint));
           note.hidden = !note.textContent;
           for (const name of CHIPS) {
             const n = about.counts[name];

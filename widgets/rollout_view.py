@@ -20,7 +20,7 @@ STATES = ("queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done",
 # The page shows a chain in state "done" as "succeeded", "done" (no success) or "unscored" (no reward).
 RESULTS = (*STATES, "succeeded", "unscored")
 WORDS = {
-    "sandbox": "waiting for a sandbox", "tool": "in a tool", "waiting": "waiting", "queued": "not started",
+    "sandbox": "waiting for a sandbox", "tool": "running a tool", "waiting": "waiting", "queued": "not started",
     "done": "no success", "unscored": "no reward",
 }  # fmt: skip
 SIGNS = {
@@ -94,7 +94,7 @@ class RolloutView(ChainsView, LiveView):
             if view is None or view.comm is None:
                 return
             if not view.resting:
-                # This is called a last time after the run is garbage-collected, to report this.
+                # Called once more after the run was garbage-collected, so that the page can say so.
                 view._throttle.schedule()
             if view.record is not None and (view._training or view._about.get("state") not in _ENDS):
                 loop.call_later(pause, tick)
@@ -129,7 +129,7 @@ class RolloutView(ChainsView, LiveView):
         with self.hold_sync():
             ids = [c.trajectory for c in s.chains]
             if ids != self._ids:
-                if not set(ids) >= set(self._ids):  # another rollout, not more forks
+                if not set(ids) >= set(self._ids):  # another rollout has started; forks only add ids
                     self._finished = deque()
                 self._prefix = shared_prefix(ids)
                 self._ids, self._names = ids, [sendable(id) for id in ids]
@@ -235,7 +235,7 @@ class RolloutView(ChainsView, LiveView):
     def __repr__(self) -> str:
         a = self._about
         if not a.get("total"):
-            return "RolloutView(no chain yet)"
+            return "RolloutView(no chains yet)"
         c = self.counts
         return f"RolloutView({a['state']}, {c['done']} of {a['total']} chains done, {c['failed']} failed)"
 
@@ -270,7 +270,7 @@ def _page(
 ) -> str:
     head = f" · {about['seconds']:.1f} s" + (f", {about['rate']}" if about["rate"] else "")
     head += f", mean reward {about['reward']}" if about["reward"] is not None else ""
-    out = [tag("div", tag("b", escape(title)), escape(f"{head} (when this was drawn)"), style="margin:2px 0 6px")]
+    out = [tag("div", tag("b", escape(title)), escape(f"{head} (when this was saved)"), style="margin:2px 0 6px")]
     style = "display:inline-block;margin:2px;padding:1px 7px;border:1px solid #888888;border-radius:5px"
     chips = [
         tag(
@@ -301,5 +301,5 @@ def _page(
             f"<tbody>{''.join(rows)}</tbody></table></details>"
         )
     if len(names) > most:
-        out.append(tag("div", f"{count(len(names) - most, 'chain')} left out of this static form."))
+        out.append(tag("div", f"{count(len(names) - most, 'chain')} left out of this static view."))
     return tag("div", *out, style="line-height:1.6")

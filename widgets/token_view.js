@@ -1,6 +1,7 @@
-// Tokens coloured by a signal. Rows and turns arrive as JSON, numbers as buffers; elements exist near the viewport only.
+// Tokens coloured by a signal. Rows and turns arrive as JSON, numbers as buffers. Only elements near the viewport
+// exist.
 
-const CHUNK = 300; // tokens created together: more makes scrolling jerky, fewer makes the scroll bar jump
+const CHUNK = 300; // number of tokens created together; more would make scrolling jerky, fewer would make the scroll bar jump
 
 /** Position of a number on its scale, 0 to 1, and its side: "up", "down", "flag" or "none". */
 export function shade(value, signal) {
@@ -64,7 +65,7 @@ export function joined(spans, span) {
   return [...rest, [row, lo, hi]].sort((p, q) => p[0] - q[0] || p[1] - q[1]);
 }
 
-/** A token's visible text with its whitespace signs separated, to be drawn paler than the text. */
+/** A token's visible text, split so that whitespace signs can be drawn paler than the text. */
 export function split(text) {
   return text.match(/[·⏎⇥␍⍽]+|[^·⏎⇥␍⍽]+/gu) ?? [];
 }
@@ -141,9 +142,9 @@ export default {
         const select = h("select", { "aria-label": "Signal" }, h("option", { value: "mask" }, "mask and author"),
           ...about.signals.map((x) => h("option", { value: x.name }, x.label)));
         const jump = h("button", { type: "button", title: "Go to the most notable token of this signal, then the next (key: n)" }, "Most notable ▸");
-        // Two signals that matter in every step, whichever one is shown.
+        // Buttons for two signals that are important in every step, whichever signal is shown.
         const seek = [["clipped", "Next clipped", "c"], ["ratio", "Largest |ratio − 1|", "r"]].filter(([name]) => signals[name])
-          .map(([name, text, key]) => ({ name, key, order: null, place: -1, button: h("button", { type: "button", title: `For any signal (key: ${key})` }, text) }));
+          .map(([name, text, key]) => ({ name, key, order: null, place: -1, button: h("button", { type: "button", title: `Works for any displayed signal (key: ${key})` }, text) }));
         const go = h("select", { "aria-label": "Go to turn", class: "afk-goto" }, h("option", { value: "" }, "Go to turn …"));
         const chosen = h("span", { class: "afk-soft afk-num", role: "status" });
         const clear = h("button", { type: "button", title: "Clear the selection (key: Escape)" }, "Clear");
@@ -265,7 +266,7 @@ export default {
           let share = 0;
           if (name !== "mask") {
             const value = columns[name].at(i);
-            // On tokens that were not sampled, a value does not apply and does not count as missing.
+            // A value does not apply to a token that was not sampled, so it does not count as missing.
             if (value === null && !data.mask(i)) side = "off";
             else ({ side, share } = shade(value, signals[name]));
           } else side = data.mask(i) ? "trained" : "off";
@@ -436,7 +437,7 @@ export default {
           x.order ??= ranked(signals[x.name], col).filter((i) => signals[x.name].scale !== "flag" || col.at(i) > 0).slice(0, 2000);
           if (x.name === "clipped") x.order.sort((a, b) => a - b);
           if (!x.order.length) {
-            chosen.textContent = `no token: ${x.button.textContent}`;
+            chosen.textContent = `no token found for "${x.button.textContent}"`;
             return;
           }
           // Clipped tokens are visited in text order from the cursor; other signals from the largest value on.

@@ -31,8 +31,8 @@ from ._tokens import (
 class TokenView(View):
     """View of tokens coloured by a signal.
 
-    Click, shift-click or drag to select tokens, or move with the arrow keys. `view.selection` is the selection. The
-    placeholders of an image are shown as one cell with a small version of it.
+    Click, shift-click or drag to select tokens, or move with the arrow keys. `view.selection` contains the selected
+    tokens. The placeholders of an image are shown as a single cell with a thumbnail of the image.
 
     Args:
         source: A Trajectory, a sequence of trajectories, a Group, Rollout or Batch, or Stats with detail=True.
@@ -267,7 +267,7 @@ def _payload(rows: list[Row], notes: list[str], parts: dict[int, int]) -> tuple[
 
 
 def _pack_alternatives(rows: list[Row], width: int, vocabulary: dict[str, int]) -> dict[str, Any]:
-    """Pack `width` ids, logprobs and texts per token. The texts are indices into `vocabulary`, which is extended."""
+    """Pack `width` ids, logprobs and text indices per token. New texts are added to `vocabulary`."""
     total = sum(len(row.ids) for row in rows)
     ids, pieces = np.full((total, width), -1, "<i4"), np.zeros((total, width), "<i4")
     logprobs = np.full((total, width), np.nan, np.float32)

@@ -1,6 +1,6 @@
-// A form built from a JSON schema. The input becomes a JSON string, as a model would write it; only Python parses it.
+// A form built from a JSON schema. The input becomes a JSON string like that of a model, which only Python parses.
 
-/** Editor type of a schema: string, number, boolean, choice, array, tuple, object, variants, or json for the rest. */
+/** Editor type for a schema: string, number, boolean, choice, array, tuple, object, variants, or json for all others. */
 export function kindOf(schema) {
   if (!schema || schema.$ref) return "json";
   if (schema.enum || "const" in schema) return "choice";
@@ -15,7 +15,7 @@ export function kindOf(schema) {
   return "json";
 }
 
-/** Convert the input of a number field to JSON: unchanged if it is a number, else a string, which the tool rejects. */
+/** Convert the input of a number field to JSON. A number stays unchanged; other input becomes a string, which the tool rejects. */
 export function numberText(raw) {
   const text = raw.trim();
   return /^-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?$/.test(text) ? text : JSON.stringify(raw);
@@ -164,7 +164,7 @@ export default {
             const inner = editor(part, outer ? name : `${label}: ${name}`);
             const id = `${prefix}${++count}`;
             const optional = !needed.has(name);
-            const given = optional ? h("input", { type: "checkbox", id, "aria-label": `give ${name}`, title: "Pass a value, or use the tool's default" }) : null;
+            const given = optional ? h("input", { type: "checkbox", id, "aria-label": `Pass ${name}`, title: "Pass a value, or use the tool's default" }) : null;
             const has = "default" in part;
             if (has) inner.set(part.default);
             const row = h("div", { class: "afk-field" },
@@ -192,7 +192,7 @@ export default {
                 r.show();
               }
               const unknown = Object.keys(object).filter((k) => !rows.some((r) => r.name === k));
-              extra.textContent = unknown.length ? `not in the schema, and not sent: ${unknown.join(", ")}` : "";
+              extra.textContent = unknown.length ? `not in the schema, so not sent: ${unknown.join(", ")}` : "";
             },
           };
         }
@@ -207,11 +207,11 @@ export default {
         const running = h("span", { class: "afk-soft", role: "status" });
         const inChain = h("button", { type: "button", hidden: !about.agent, title: "Start a chain with this call and open it in the stepper", onclick: () => context.ask("chain", json ? text.value : form.text()) }, "Open in a chain");
         const which = h("select", { class: "afk-which", "aria-label": "Call shown", onchange: () => context.ask("pick", Number(which.value)) });
-        const below = belowBox(context, model, host, "a chain that begins with this call", () => inChain.focus());
+        const below = belowBox(context, model, host, "A chain that begins with this call", () => inChain.focus());
         const result = h("div", { class: "afk-answer" });
         root.append(
           h("div", { class: "afk-bar" }, h("span", { class: "afk-title" }, about.name), h("span", { class: "afk-soft" }, `${about.timeout === null ? "no time limit" : `at most ${about.timeout} s`} · ${about.max_chars === null ? "no length limit" : `${about.max_chars.toLocaleString("en-US")} characters`}`),
-            h("span", { class: "afk-grow" }), h("span", { role: "group", "aria-label": "Input of the arguments" }, asForm, " ", asText)),
+            h("span", { class: "afk-grow" }), h("span", { role: "group", "aria-label": "How to enter the arguments" }, asForm, " ", asText)),
           h("div", { class: "afk-doc afk-about" }, about.description),
           ...(about.hidden.length ? [h("div", { class: "afk-soft afk-about" }, `not seen by the model: ${about.hidden.join("; ")}`)] : []),
           form.el, textBox,
@@ -219,7 +219,7 @@ export default {
           result,
           h("details", { class: "afk-about" }, h("summary", {}, "the schema that the model sees"), h("pre", { class: "afk-code", tabindex: "0" }, about.schema)), below);
 
-        let mine = null; // the draft written by these fields, which must not be read back into them
+        let mine = null; // the draft written from the fields, which must not be read back into the fields
         function edited() {
           mine = form.text();
           text.value = mine;

@@ -1,4 +1,4 @@
-"""Form that calls a tool in the same way as a model, using only the schema and `invoke` of the tool."""
+"""Form that calls a tool as a model does, using only the tool's schema and its method `invoke`."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class ToolForm(Opener):
     # --- calling ---
 
     async def call(self, **arguments: Any) -> Any:
-        """Call the tool in the same way as a model, show the call, and return the ToolResult."""
+        """Call the tool as a model does, show the call, and return the ToolResult."""
         self.fill(**arguments)
         return await self._invoke(arguments)
 
@@ -324,5 +324,5 @@ def _page(about: dict[str, Any], result: dict[str, Any]) -> str:
     )  # fmt: skip
     out += [picture(*each) for each in result["images"]]
     if len(text) > len(shown):
-        out.append(tag("div", f"{len(text) - len(shown):,} characters are left out of this static form."))
+        out.append(tag("div", f"{len(text) - len(shown):,} characters are left out of this static view."))
     return tag("div", *out, style="line-height:1.5")

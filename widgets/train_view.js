@@ -1,4 +1,4 @@
-// Curves of a run as small charts with a shared pointer. Ranges and numbers come from Python; they are only drawn here.
+// Small charts of a run's curves with a shared pointer. Python computes ranges and numbers; this file draws them.
 
 /** Segments of a line, with gaps where a number is missing or not finite. */
 export function segments(steps, col) {
@@ -16,7 +16,7 @@ export function segments(steps, col) {
   return out;
 }
 
-/** Reduce points to the lowest and the highest per pixel column, so that no spike is lost. */
+/** Keep only the lowest and the highest point of each pixel column, so that no spike is lost. */
 export function thin(points, pixels) {
   if (points.length <= pixels * 2) return points;
   const out = [];
@@ -52,7 +52,7 @@ export function ribbon(steps, low, high, pixels) {
   return out;
 }
 
-/** Index of the step nearest to x, in sorted steps. */
+/** Index of the step that is nearest to x. `steps` are sorted. */
 export function nearest(steps, x) {
   let lo = 0;
   let hi = steps.length - 1;
@@ -139,9 +139,9 @@ export default {
           }
           // With several runs, only the states of unfinished runs are shown.
           const named = (run, i, text) => (single ? text : `${nameOf(i)}: ${text}`);
-          const notes = about.runs.map((run, i) => (run.gone ? named(run, i, "The run no longer exists: these are its last numbers.") : run.detail && (single || run.state !== "not started") ? named(run, i, run.detail) : null)).filter(Boolean);
+          const notes = about.runs.map((run, i) => (run.gone ? named(run, i, "The run no longer exists; these are its last numbers.") : run.detail && (single || run.state !== "not started") ? named(run, i, run.detail) : null)).filter(Boolean);
           notes.push(...about.runs.flatMap((run, i) => (run.finding ? [named(run, i, `Finding: ${run.finding}`)] : [])));
-          if (!steps.length) notes.unshift("No step is recorded yet.");
+          if (!steps.length) notes.unshift("No steps have been recorded yet.");
           note.replaceChildren(...notes.map((text) => h("div", {}, ...prose(text))));
           note.hidden = !notes.length;
           const { can, ended, paused, stopping } = about.control;
@@ -151,13 +151,13 @@ export default {
           pause.disabled = !live;
           stop.disabled = !live || stopping;
           pause.title = live ? "" : idle(about.runs.some((run) => run.state === "not started") ? "not started" : "done");
-          stop.title = pause.title || (stopping && idle("stopping")) || "Complete the current step, then stop; awaiting the run again continues it";
+          stop.title = pause.title || (stopping && idle("stopping")) || "Complete the current step, then stop. Await the run again to continue it";
           const lost = (run) => context.stale() && /^(running|paused|stopping)$/.test(run.state);
           const states = about.runs.map((run, i) => [lost(run) ? "interrupted" : run.state, run.word && !run.gone ? named(run, i, lost(run) ? `was ${run.word}` : run.word) : ""]);
           state.replaceChildren(...states.filter(([, text]) => text).map(([name, text]) => h("span", { class: `afk-state afk-state-${name.replace(" ", "-")}` }, text)));
           const one = (...parts) => h("span", {}, ...parts); // keeps a line sample and its label together
           key.replaceChildren(...(single
-            ? [one(sample(style(0)), "training, a step")]
+            ? [one(sample(style(0)), "training")]
             : about.runs.map((run, i) => one(sample(style(i)), h("b", {}, h("bdi", {}, nameOf(i))), ` ${plural(run.n, "step")}`))),
           ...(about.panels.some((p) => recorded(p.bandLow))
             ? [h("span", { title: "Computed as if all chains of the step were independent" }, s("svg", { width: "22", height: "12", "aria-hidden": "true" }, s("rect", { x: 0, y: 1, width: 22, height: 10, class: "afk-band" })), "95 % interval for the mean of a step")] : []),
@@ -193,7 +193,7 @@ export default {
           const { metrics: rows } = model.get("_about");
           const cells = (name, values) => h("tr", {}, ...values.map((text) => h(name, {}, h("bdi", {}, text))));
           metrics.hidden = !rows.length;
-          metrics.replaceChildren(h("summary", {}, "further metrics of the rewards"), h("div", { class: "afk-listbox", tabindex: "0", role: "region", "aria-label": "metrics without a chart" },
+          metrics.replaceChildren(h("summary", {}, "other reward metrics"), h("div", { class: "afk-listbox", tabindex: "0", role: "region", "aria-label": "Metrics without a chart" },
             h("table", {}, h("thead", {}, cells("th", ["metric", "run", "first", "last"])), h("tbody", {}, ...rows.map((row) => cells("td", row))))));
         }
         const span = () => [steps[0], Math.max(steps[steps.length - 1], steps[0] + 1)];
@@ -272,7 +272,7 @@ export default {
           const picked = model.get("step");
           return pointed >= 0 && pointed < steps.length ? pointed : picked !== null && picked !== undefined ? steps.indexOf(picked) : -1;
         };
-        /** Show numbers in the chart headers: of the step pointed at, else of the picked step, else of the last one. */
+        /** Show numbers in the chart headers: those of the step under the pointer, of the picked step, or of the last step. */
         function readout() {
           const about = model.get("_about");
           const picked = model.get("step");

@@ -25,17 +25,17 @@ from ._train_picture import first_number, last_number, page, step_range
 _LISTED = 100
 # Maximum number of trajectories listed for a step; `view.rollout` contains all of them.
 _ROWS = 200
-# Interval in seconds at which the states of the runs are compared with those shown.
+# Interval in seconds between checks whether the states of runs have changed.
 _POLL_SECONDS = 0.4
 
 
 class TrainView(ChainsView, LiveView):
     """Curves and states of live or finished training runs, given by handles of `af.train` or paths of run folders.
 
-    Point at a chart or use the arrow keys to show all numbers of a step. Press Enter or click to pick a step: this sets
-    `view.step`. If the run saved its trajectories (`TrainConfig(save_rollouts=True)`), this also lists them and sets
-    `view.rollout`. `view.selection` is the clicked trajectory. The pause and stop buttons control the first run that
-    supports them, even while a cell awaits the run. If a run ends early, the view shows how to continue.
+    Point at a chart or use the arrow keys to show all numbers of a step. Press Enter or click to pick a step, which
+    sets `view.step`. If the run saved its trajectories (`TrainConfig(save_rollouts=True)`), picking a step also lists
+    them and sets `view.rollout`. `view.selection` is the clicked trajectory. The pause and stop buttons control the
+    first run that supports them, even while a cell awaits the run. If a run ends early, the view shows how to continue.
 
     By default, the view has charts of the success rate, the reward, the first six reward metrics and the KL, with
     circles for evaluations; a button shows the remaining charts, and a table lists the other metrics. `panels=`
@@ -51,7 +51,7 @@ class TrainView(ChainsView, LiveView):
     If `run.diagnose()` finds serious reasons why a live run does not learn, the first is shown above the charts.
 
     The view updates at most 10 times per second. A folder is read when the view is created, when a page opens the view,
-    and by `view.refresh()`.
+    and when `view.refresh()` is called.
 
     Args:
         names: One name per run.
@@ -177,7 +177,7 @@ class TrainView(ChainsView, LiveView):
         super()._update_picture()
 
     def _controlled(self) -> tuple[Any, dict[str, bool]]:
-        """Return the run to which the buttons apply, and their flags."""
+        """Return the run that the buttons control, and the flags of the buttons."""
         controls = [(each, each.control) for each in self._sources]
         for flag in ("can", "ended"):
             for each, control in controls:
@@ -224,9 +224,9 @@ class TrainView(ChainsView, LiveView):
         file = Run(source.folder).rollout_path(f"step-{step:05d}") if source.folder is not None else None
         note, rows = "", []
         if step not in source.steps:
-            note = f"step {step} is not one of {source.name or 'this run'}: it has {step_range(source.steps)}"
+            note = f"step {step} does not exist in {source.name or 'this run'}, which has {step_range(source.steps)}"
         elif file is None or not file.is_file():
-            note = "This run did not keep its rollouts. TrainConfig(save_rollouts=True) keeps them in its folder."
+            note = "This run did not save its rollouts. TrainConfig(save_rollouts=True) saves them in the run folder."
         else:
             self.rollout = await asyncio.to_thread(Run(file.parent.parent).rollout, step)
             rows = [_row(t) for t in self.rollout.trajectories[:_ROWS]]

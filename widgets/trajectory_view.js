@@ -45,7 +45,7 @@ export function branches(tree, depth = 0) {
   return tree.flatMap((node) => [{ depth, ...node }, ...branches(node.then, depth + 1)]);
 }
 
-/** Selection after a click on `rows[at]`, the only row selected. Ctrl toggles it, Shift selects from `anchor` to it. */
+/** Selection after a click on `rows[at]`. A plain click selects only it, Ctrl toggles it, Shift selects from `anchor` to it. */
 export function chosen(selected, rows, at, anchor, { add = false, range = false } = {}) {
   const i = rows[at];
   if (range && anchor >= 0) {
@@ -121,11 +121,11 @@ export default {
         const notes = () => model.get("_notes");
         const down = h("button", { type: "button", "aria-pressed": "true", title: "Largest first", onclick: () => { down.setAttribute("aria-pressed", String(down.getAttribute("aria-pressed") !== "true")); refilter(); } }, "↓ largest first");
         const shown = h("span", { class: "afk-soft afk-num", role: "status" });
-        const wholeGroup = h("button", { type: "button", title: "Select all chains of the same group (key: g)", onclick: () => group() }, "Its group");
+        const wholeGroup = h("button", { type: "button", title: "Select all chains of the same group (key: g)", onclick: () => group() }, "Select its group");
         const clear = h("button", { type: "button", title: "Clear the selection (key: Escape)", onclick: () => pick([]) }, "Clear");
         const detail = h("div", { class: "afk-detail" });
         const codeHolder = h("div", {});
-        const below = belowBox(context, model, host, "opened from the list", () => list.el.focus());
+        const below = belowBox(context, model, host, "Opened from the list", () => list.el.focus());
         let rows = [];
         let anchor = -1;
         let selected = model.get("_selected");
@@ -189,7 +189,7 @@ export default {
         const key = (name) => h("i", { class: `afk-key-mark ${name}`, "aria-hidden": "true" });
         const press = (...parts) => h("span", {}, ...parts);
         const legend = h("div", { class: "afk-sub afk-soft afk-keys" }, h("span", {}, "Compare: ", h("kbd", {}, "Ctrl"), " or ", h("kbd", {}, "⌘"), " and click, or ", h("kbd", {}, "Space"), " keeps a row while the arrow keys move on"), press(h("kbd", {}, "Shift"), " a range"), press(h("kbd", {}, "g"), " its group"), press(h("kbd", {}, "Enter"), " its tokens"), press(h("kbd", {}, "Esc"), " clear"),
-          h("span", {}, key("afk-barfill"), "sampling ", key("afk-barfill2"), `in tools; the full width is the slowest chain's ${brief(slowest)}`));
+          h("span", {}, key("afk-barfill"), "sampling ", key("afk-barfill2"), `in tools; the full width is the time of the slowest chain, ${brief(slowest)}`));
         root.append(
           h("div", { class: "afk-bar" }, h("span", { class: "afk-title" }, about.n === 1 ? "1 trajectory" : `${about.n.toLocaleString("en-US")} trajectories`),
             search, outcome, stop, about.num_tasks > 1 ? task : null, h("label", {}, "Sort ", sort), down),
@@ -301,12 +301,12 @@ export default {
             c.unreadable !== null ? h("div", { class: "afk-bad" }, `✕ could not be read: ${c.unreadable}`) : null);
         }
         function result(c) {
-          const seconds = h("span", { class: "afk-soft afk-num" }, ` · ${brief(c.seconds)}${c.truncated ? ", cut" : ""}`);
+          const seconds = h("span", { class: "afk-soft afk-num" }, ` · ${brief(c.seconds)}${c.truncated ? ", truncated" : ""}`);
           return [h("div", { class: c.ok ? "" : "afk-bad" }, c.ok ? "✓" : "✕ failed", seconds), ...prose(c.result),
             c.error !== null ? h("details", {}, h("summary", {}, c.error), h("pre", { tabindex: "0" }, c.traceback || "no traceback")) : ""];
         }
         const call = (c) => h("div", {}, called(c), ...(c.ok !== null ? result(c) : []));
-        /** Show the beginning of a long text, and all of it on demand. */
+        /** Show the beginning of a long text, and the whole text on request. */
         function folded(text, show) {
           const lines = text.split("\n");
           if (text.length <= 1200 && lines.length <= 16) return h("div", {}, ...show(text));
@@ -355,7 +355,7 @@ export default {
             detail.append(h("div", { class: "afk-soft afk-hint" }, "Select a trajectory to read it. Several are shown side by side."));
             return;
           }
-          if (d.of > d.columns.length) detail.append(h("div", { class: "afk-note" }, `The first ${d.columns.length} of ${d.of.toLocaleString("en-US")} selected are shown here; view.selection has all.`));
+          if (d.of > d.columns.length) detail.append(h("div", { class: "afk-note" }, `The first ${d.columns.length} of ${d.of.toLocaleString("en-US")} selected trajectories are shown here; view.selection contains all of them.`));
           if (d.columns.length > 1) {
             const lines = h("div", { class: "afk-tree", role: "group", "aria-label": "Turns shared by the selected chains" });
             const name = Object.fromEntries(d.columns.map((c) => [c.i, c.name === c.id ? c.id : `“${c.question.slice(0, 40)}” ${c.name}`]));
@@ -388,7 +388,7 @@ export default {
               noteOf(c),
               h("div", { class: "afk-row2" },
                 button("Tokens", "Show the tokens with all their values (key: Enter)", () => context.ask("tokens", c.i), { "aria-label": `Tokens of ${c.id}` }),
-                button("Stepper", about.agent ? "Continue, rewind or edit it in the stepper" : "Pass agent= to TrajectoryView to open its chains in the stepper", () => context.ask("stepper", c.i), { disabled: !about.agent, "aria-label": `Open ${c.id} in the stepper` }),
+                button("Stepper", about.agent ? "Continue, rewind or edit the chain in the stepper" : "Pass agent= to TrajectoryView to open chains in the stepper", () => context.ask("stepper", c.i), { disabled: !about.agent, "aria-label": `Open ${c.id} in the stepper` }),
                 button("As Python", "Python code that loads this trajectory and continues from it", () => context.ask("code", c.i), { "aria-label": `${c.id} as Python` })));
             const body = c.turns.length ? c.turns.flatMap((t, i) => (asChat ? chat(t, i, i === c.turns.length - 1, same) : turn(t, i, longest, same))) : [h("div", { class: "afk-soft afk-hint" }, "No turns.")];
             grid.append(h("section", { class: "afk-column", "aria-label": c.id }, head, ...body));

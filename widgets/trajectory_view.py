@@ -1,4 +1,4 @@
-"""View of many trajectories as a list, which shows the selected ones side by side."""
+"""View of a list of trajectories. The selected trajectories are shown side by side."""
 
 from __future__ import annotations
 
@@ -235,9 +235,9 @@ def _page(kept: list[Entry], dropped: dict[str, str], notes: dict[str, str], sho
     out = [tag("div", tag("b", escape(title)), style="margin:2px 0 6px")]
     noted = {kept[int(i)].id: note for i, note in notes.items()}
     right, left = "text-align:right", "text-align:left"
-    wrapped = f"{left};overflow-wrap:anywhere"  # words such as JSON may be wider than the page
+    wrapped = f"{left};overflow-wrap:anywhere"  # JSON without spaces may be wider than the page
 
-    # Heading, style and function of an entry that returns the text.
+    # For each column: heading, style, and a function that returns the text of an entry's cell.
     cells: list[tuple[str, str, Callable[[Entry], str]]] = [
         ("", f"{left};white-space:nowrap", lambda k: f"{SIGNS[outcome_of(k, dropped)]} {outcome_of(k, dropped)}"),
         *(
@@ -273,7 +273,7 @@ def _page(kept: list[Entry], dropped: dict[str, str], notes: dict[str, str], sho
     out.append(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
     if len(rows) < len(kept):
         more = count(len(kept) - len(rows), "trajectory").replace("trajectorys", "trajectories")
-        out.append(tag("div", escape(f"Left out of this static form: {more}. Run the cell to see all.")))
+        out.append(tag("div", escape(f"Left out of this static view: {more}. Run the cell to see all.")))
     budget = 30_000
     for i in shown:
         k = kept[i]

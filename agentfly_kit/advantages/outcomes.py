@@ -116,8 +116,8 @@ def gpg(
     """Subtract the group mean and scale up to compensate for groups without gradient. Use with the loss `reinforce`.
 
     A group whose rewards are all equal has no gradient, but its tokens count in the denominator of the loss. The factor
-    is the number of scored trajectories divided by the number of those in groups with unequal rewards; verl divides by
-    the number of nonzero *rewards* instead.
+    is the number of scored trajectories divided by the number of trajectories in groups with unequal rewards; verl
+    divides by the number of nonzero *rewards* instead.
 
     Shapes:  rewards (N trajectories,), groups (N,) -> (N,).
     Units:   reward, times a factor of at least 1.
@@ -257,7 +257,7 @@ def trajectory_level(
     estimator.
 
     Shapes:  rewards, groups, trajectory_index (N,), one entry per row -> (N,).
-    Units:   those of the estimator.
+    Units:   the units of the estimator.
     Raises:  ValueError if the rows of one trajectory differ in group or in reward.
     Source:  Agent Lightning v1 (rollout-level advantage).
     """

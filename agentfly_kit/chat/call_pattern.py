@@ -1,4 +1,4 @@
-"""How a model writes the arguments of a tool call, for constrained sampling."""
+"""Pattern that a model uses to write the arguments of a tool call, for constrained sampling."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _NAME = "qznamezq"
 
 
 def find_pattern(chat: Chat, name: str) -> tuple[str, str] | None:
-    """Implement `Chat.call_pattern`."""
+    """Return the texts around the arguments of a call; see `Chat.call_pattern`."""
     cache = vars(chat)
     if "_call_pattern" not in cache:
         cache["_call_pattern"] = _pattern(chat)

@@ -82,7 +82,7 @@ class Chat(Displayable):
             self.reader = ImageReader(processor)
         # Control tokens are special tokens, and added tokens that the template uses. Plain text must never yield them.
         added = {str(t): t.special for t in getattr(tokenizer, "added_tokens_decoder", {}).values() if str(t).strip()}
-        # Those of an image processor need not occur in the template.
+        # With an image processor, special tokens count even if they do not occur in the template.
         used = {t for t, special in added.items() if (self.reader and special) or t in str(source)}
         texts = used.union(filter(None, (*tokenizer.all_special_tokens, self.reader and self.reader.token)))
         self._controls = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or r"(?!)")
@@ -119,7 +119,7 @@ class Chat(Displayable):
 
     @functools.cached_property
     def vocabulary(self) -> str:
-        """Fingerprint of the tokens and their ids. A batch can be used to train any policy with an equal one."""
+        """Fingerprint of the tokens and their ids. A batch can train any policy with an equal fingerprint."""
         return digest(*(f"{token} {text}" for text, token in sorted(self.tokenizer.get_vocab().items())))
 
     def settings(self) -> dict[str, Any]:
@@ -213,8 +213,8 @@ class Chat(Displayable):
             ChatTemplateError: if the template drops, repeats or moves a message, or if tools are given but their calls
                 cannot be parsed or their results cannot be appended exactly. With history="rerender", the text of
                 assistant messages is not checked.
-            SettingsError: if a message has an image and the chat no processor, or if the last message is an assistant
-                message.
+            SettingsError: if a message has an image but the chat has no processor, or if the last message is an
+                assistant message.
         """
         messages = normalize_messages(messages, "prompt")
         if tools:
@@ -247,8 +247,8 @@ class Chat(Displayable):
 
         Raises:
             ChatTemplateError: if the template drops one of the messages, or if `history` is "exact" and the template
-                renders earlier messages differently when they follow.
-            SettingsError: if `messages` is empty, or a message has an image and the chat no processor.
+                renders earlier messages differently when `messages` follow.
+            SettingsError: if `messages` is empty, or a message has an image but the chat has no processor.
         """
         messages = normalize_messages(messages, "observation")
         images, messages = images_of(messages), self._mark_images(messages)
@@ -400,7 +400,7 @@ class Chat(Displayable):
         return encode(text)
 
     def _encode_split(self, mark: str, controls: Sequence[str], text: str, anchored: bool = False) -> tuple[int, ...]:
-        """Encode text, with `controls` as plain text at their marks, alone or as if it followed other ids."""
+        """Encode text with `controls` as plain text at their marks; if `anchored`, as if it followed other ids."""
         if not controls and not anchored:
             return self.encode(text)
         # Split each control string after its first character and encode both parts with the adjacent text, so that they
@@ -476,7 +476,7 @@ class Chat(Displayable):
         """Render and tokenize the messages of a row again, and return the first difference from its token ids.
 
         This package never re-tokenizes rows, so drift is harmless here. It shows where a framework that stores
-        messages and tokenizes them for training would train on other tokens.
+        messages and tokenizes them for training would train on different tokens.
 
         Raises:
             AlignmentError: if the row has no token ids, or if the trajectory has several rows; pass one of them, such

@@ -1,4 +1,4 @@
-"""`Drift`, the first difference between the tokens of a row and those of its messages when tokenized again."""
+"""`Drift`, the first difference between a row's tokens and the tokens of its messages when tokenized again."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Drift(Displayable):
 
 
 def find_drift(chat: Chat, row: Row) -> Drift:
-    """Implement `Chat.drift` for one row."""
+    """Compare one row with its messages when tokenized again; see `Chat.drift`."""
     ids = row.ids.tolist()
     token_texts, text = chat.token_texts(ids), chat.text(ids)
     # Observations after the last action have no ids, because they were never sent to the engine.
@@ -72,7 +72,7 @@ def find_drift(chat: Chat, row: Row) -> Drift:
         return Drift("other", 0, len(ids), "prompt, turn 0", token_texts[:6], (), "", str(error))
     again_texts = chat.token_texts(again)
     index = common_prefix_length(ids, again)
-    if index == len(ids):  # further ids are no drift, because the row ends with an action
+    if index == len(ids):  # additional ids are not drift, because the row ends with an action
         return Drift("none", index, len(ids))
     begin = len("".join(token_texts[:index]))
     end = begin + max(len(token_texts[index]), len("".join(again_texts[index : index + 1])))

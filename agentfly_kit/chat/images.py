@@ -1,4 +1,4 @@
-"""Images in a chat: the placeholders that a model's image processor inserts, and the pixels that its model reads.
+"""Images in a chat: the placeholders that a model's image processor inserts, and the pixels that the model reads.
 
 This module is imported when a chat gets an image processor. While messages are rendered, a marker stands for each
 image. The template receives it as a part of type "image" and renders its placeholder, which is replaced by the
@@ -22,15 +22,15 @@ from agentfly_kit.images import Image
 from agentfly_kit.seeds import digest
 from agentfly_kit.types import ImageSpan, Message
 
-# Numbers of images whose pixels and placeholders are kept, because an image occurs in many forward passes.
+# Maximum numbers of images whose pixels and placeholders are cached, because they are used in many forward passes.
 _PIXELS, _EXPANSIONS = 32, 1024
-# Marker of an image in rendered messages, followed by the digest. No other text contains the random number.
+# Marker of an image in rendered messages, followed by its digest. No other text contains the random number.
 _MARK = f"qzimage{secrets.token_hex(8)}x"
 _MARKED = re.compile(f"({_MARK}[0-9a-f]{{32}})")
 
 
 class ImageIds(tuple[int, ...]):
-    """Token ids with the spans of images in them, `images`. A slice has the spans that lie in it."""
+    """Token ids with the spans of their images, `images`. A slice keeps the spans that lie inside it."""
 
     images: tuple[ImageSpan, ...]
 
@@ -58,11 +58,11 @@ class ImageReader:
         processor: Processor of transformers with `image_processor`, `tokenizer` and `image_token`.
 
     Attributes:
-        token: Text of the placeholder, once in a rendered template and many times in the ids of an image.
+        token: Text of the placeholder, which occurs once in a rendered template and many times in the ids of an image.
         token_id: Id of the placeholder.
 
     Raises:
-        SettingsError: If the processor does not state its placeholders.
+        SettingsError: If the processor does not define its placeholders.
     """
 
     def __init__(self, processor: Any) -> None:
@@ -103,7 +103,8 @@ class ImageReader:
     # --- images ---
 
     def _process_image(self, image: Image) -> Any:
-        # Idefics3 returns the numbers of rows and columns of crops only on request; others ignore the keyword.
+        # Idefics3 returns the numbers of rows and columns of crops only on request; other processors ignore the
+        # keyword.
         options = {"return_row_col_info": True} if self._splits else {}
         try:
             return self.processor.image_processor([image.to_pil()], **options)
@@ -132,7 +133,7 @@ class ImageReader:
     def mark(self, messages: Sequence[Message], template: Template, *, results_as_user: bool) -> tuple[Message, ...]:
         """Return messages whose content is text, with a marker for each image.
 
-        If the template drops images of tool results, they are shown in a user message after the results.
+        If the template drops images of tool results, the images are shown in a user message after the results.
 
         Raises:
             ChatTemplateError: If the rendering of an image depends on earlier images.
@@ -170,7 +171,7 @@ class ImageReader:
         return [{"type": "image"} if i % 2 else {"type": "text", "text": text} for i, text in parts if text]
 
     def _shows_results(self, template: Template) -> bool:
-        """Return True if the template renders images in tool results, which some templates drop."""
+        """Return True if the template renders images in tool results. Some templates drop them."""
         if self._in_results is None:
             result = {"role": "tool", "name": "probe0", "tool_call_id": "call-0", "content": f"?{_MARK}{'0' * 32}"}
             try:
@@ -188,7 +189,8 @@ class ImageReader:
         return "".join([*parts, decode(ids[end:])])
 
     def encode(self, text: str, images: Sequence[Image], encode: Callable[..., tuple[int, ...]]) -> ImageIds:
-        """Encode rendered text in which each image has one placeholder. Placeholders in messages must be split.
+        """Encode rendered text in which each image has one placeholder. Placeholder strings in messages must have been
+        replaced by marks.
 
         Args:
             text: The text.
@@ -196,7 +198,7 @@ class ImageReader:
             encode: Function that encodes a part of the text, with `anchored=True` if other ids precede it.
 
         Raises:
-            ChatTemplateError: If the number of placeholders is not that of the images.
+            ChatTemplateError: If the number of placeholders differs from the number of images.
         """
         first, *pieces = text.split(self.token)
         if len(pieces) != len(images):
@@ -239,9 +241,9 @@ def _require_append(template: Template, token: str) -> None:
 
 
 def load_processor(path: str, tokenizer: Any, config: Any, **hub: Any) -> Any:
-    """Return the processor of a vision model in a folder or of a hub name, or None if it has none.
+    """Return the processor of a vision model, given by folder or hub name, or None if the model has none.
 
-    Images are processed by Pillow and NumPy, because torchvision would give other pixels. Processors for videos
+    Images are processed by Pillow and NumPy, because torchvision would give different pixels. Processors for videos
     require torchvision and are left out.
     """
     from transformers import AutoImageProcessor
@@ -262,7 +264,7 @@ def load_processor(path: str, tokenizer: Any, config: Any, **hub: Any) -> Any:
 
 
 def make_processor(kind: Any, image_processor: Any, tokenizer: Any, settings: dict[str, Any]) -> Any:
-    """Create a processor of a class of transformers without the processors for videos and sound that it may require."""
+    """Create a processor of the transformers class `kind` without the video and sound processors it may require."""
     given = {"image_processor": image_processor, "tokenizer": tokenizer}
     others = dict.fromkeys(set(kind.get_attributes()) - set(given))
     arguments = {**{name: value for name, value in settings.items() if name not in others}, **given, **others}
@@ -270,7 +272,7 @@ def make_processor(kind: Any, image_processor: Any, tokenizer: Any, settings: di
         return kind(**arguments)
     found = (kind, image_processor, tokenizer, settings)
     methods = {
-        # The class rejects None.
+        # Without this, the class would reject None.
         "check_argument_for_proper_class": lambda *_: None,
         "__reduce__": lambda self: (make_processor, found),
     }

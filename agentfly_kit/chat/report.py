@@ -28,7 +28,8 @@ class ChatReport(Displayable):
         boundary: Text between the last character of an action and the first character of a tool result.
         thinking: Treatment of earlier thinking in rendered history: "kept", "kept until a user speaks", "dropped" or
             "unknown".
-        whitespace: Treatment of whitespace around answers in rendered history: "kept" or "trimmed". Rows keep it.
+        whitespace: Treatment of whitespace around answers in rendered history: "kept" or "trimmed". Rows keep this
+            whitespace.
     """
 
     name: str

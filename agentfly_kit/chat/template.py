@@ -36,7 +36,7 @@ _THINKING = ("reasoning_content", "thinking", "reasoning", "tags")
 class Template:
     """Chat template of a tokenizer, with template variables (`options`) and a pattern for control tokens."""
 
-    # For chats that read images, `ImageReader.to_parts`.
+    # `ImageReader.to_parts` if the chat reads images, otherwise None.
     to_parts: Callable[[str], Any] | None = None
 
     def __init__(self, tokenizer: Any, options: Mapping[str, Any], controls: re.Pattern[str]) -> None:
@@ -147,7 +147,7 @@ class Template:
         self.calls = shape
         action = self._call_message([{"name": "qznamezq", "tool_call_id": "call-0"}], {"x": "qzcallzq"})
         text = self._probe(_USER, action)
-        return "qzcallzq" in text and "qznamezq" in text and "{'" not in text  # not Python's repr
+        return "qzcallzq" in text and "qznamezq" in text and "{'" not in text  # not a Python repr of the call
 
     def _call_message(
         self, results: Sequence[Message], arguments: Mapping[str, Any], thought: str | None = None
@@ -304,20 +304,21 @@ class Template:
     # --- check that appending is exact ---
 
     def append_violation(self, kind: FollowingRole) -> str:
-        """Return the reason why such messages cannot be appended without changing earlier text, or "" if they can be.
+        """Return the reason why messages of this kind cannot be appended without changing earlier text, or "" if they
+        can be.
 
         The check extends conversations step by step to up to four actions: with one and two tool results, with and
         without a system message and tool schemas, with and without thinking (if the generation prompt allows both), and
-        with user messages between tool calls. The text rendered in each step must start with that of the previous step
-        and end with `text_after_action` of the added messages, so that the text sent to an engine equals the rendering
-        of the whole conversation. The result is cached for each kind.
+        with user messages between tool calls. The text rendered in each step must start with the text of the previous
+        step and end with `text_after_action` of the added messages, so that the text sent to an engine equals the
+        rendering of the whole conversation. The result is cached for each kind.
         """
         if kind not in self._violations:
             reasons = [self._find_violation(kind, mode) for mode in self.modes]
             if not reasons:
                 prompt = self.render([_USER], generate=True)
                 reasons = [
-                    f"the prompt for the assistant ({prompt[-40:]!r}) is not how its rendered message begins, so the "
+                    f"rendered assistant messages do not begin with the generation prompt {prompt[-40:]!r}, so the "
                     "sampled tokens would differ from the rendered history"
                 ]
             self._violations[kind] = next(filter(None, reasons), "")
@@ -356,7 +357,7 @@ class Template:
         return "qztold0zq" in text and "qztold1zq" in text
 
     def _grow_plans(self, plan: str, thought: str | None) -> str:
-        """Return the first violation or "". `plan` holds the number of results after each action, or "u" for a user."""
+        """Return the first violation or "". `plan` lists the number of results after each action, or "u" for a user."""
         tools = [_TOOL] if self._probe(_USER, tools=[_TOOL], generate=True) else []
         system: list[Message] = [{"role": "system", "content": "?"}] if self.takes_system() else []
         return self._grow([_USER], [], plan, thought) or self._grow([*system, _USER], tools, plan, thought)
@@ -387,9 +388,9 @@ class Template:
                     return f"the text after an action is rendered differently later on: {added[:60]!r} changed"
                 action = whole[len(before) : len(whole) - len(added)]
                 if thinking and thinking not in action:
-                    return "it drops an assistant's thinking when something follows it"
+                    return "it drops the thinking of an assistant message when another message follows"
                 if mark not in action or (step == "u" and not action.endswith(mark)):
-                    return f"an assistant's text is rendered differently when something follows it: {action[-60:]!r}"
+                    return f"it renders an answer differently when another message follows: {action[-60:]!r}"
                 before = whole
         except ChatTemplateError as error:
             return str(error)
@@ -454,7 +455,7 @@ def unused_marker(mark: str, messages: Sequence[Message]) -> str:
 
 
 def _short_id(id: str) -> str:
-    """Convert an id to one of nine letters or digits. Valid ids are unchanged."""
+    """Convert an id to nine letters or digits. Valid ids are unchanged."""
     if re.fullmatch(r"[A-Za-z0-9]{9}", id):
         return id
     if re.fullmatch(r"call-\d{1,5}", id):
@@ -467,7 +468,9 @@ def _rewrite_reason(before: str, whole: str, thought: str | None, step: int) -> 
     was, now = before[max(0, at - 20) : at + 30], whole[max(0, at - 20) : at + 30]
     gone = bool(thought) and any(f"{thought}{i}" in before and f"{thought}{i}" not in whole for i in range(step + 1))
     why = (
-        "it drops an assistant's earlier thinking" if gone else "it renders history differently when messages follow"
+        "it drops the thinking of an earlier answer"
+        if gone
+        else "it renders history differently when messages follow"
     )
     return f"{why}: {was!r} became {now!r}"
 

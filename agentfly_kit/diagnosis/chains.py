@@ -60,7 +60,7 @@ def other_tokenizer(e: Evidence) -> Result:
     gap = e.numbers.get("sampler_gap", 0.0)
     if vocabularies < 2 and e.foreign <= 0.05 * len(e.chains) and not gap > OTHER_MODEL:
         return None
-    text = f"The chains have {vocabularies} vocabularies, {e.foreign} of {len(e.chains)} contain ids outside of it"
+    text = f"The chains have {vocabularies} vocabularies, {e.foreign} of {len(e.chains)} contain unknown ids"
     return f"{text}, and engine and policy disagree by up to {gap:.2g} nats on the same token.", gap, 1.0
 
 
@@ -69,7 +69,7 @@ def unknown_words(e: Evidence) -> Result:
     if len(unknown) <= 0.3 * len(e.prompt_words):
         return None
     share = len(unknown) / len(e.prompt_words)
-    text = f"The model does not know {len(unknown)} of {len(e.prompt_words)} words of the prompts"
+    text = f"The model does not know {len(unknown)} of {len(e.prompt_words)} words in the prompts"
     effect = 0.3 if any(t.success for t in e.chains) else 0.5 + share / 2
     return f"{text}, most often {most_common(unknown)}.", share, effect
 
@@ -79,7 +79,7 @@ def numeric_reference(e: Evidence) -> Result:
     if len(right) < 2 or any(t.reward is None or t.reward > e.rewards.min() for t in right):
         return None
     text = f"{len(right)} right answers earn no more than wrong ones; "
-    text += "the reference is a number, the answer is a text."
+    text += "the reference is a number, but the answer is text."
     return text, len(right) / len(e.chains), 1.0
 
 
@@ -89,8 +89,8 @@ def different_starts(e: Evidence) -> Result:
     differ = sum(task in results or len(e.starts[task]) > 1 for task in several)
     if differ <= 0.3 * len(several):
         return None
-    chains = f"The chains of {differ} of {len(several)} tasks"
-    text = f"{chains} start with different texts, or get different first results."
+    chains = f"In {differ} of {len(several)} tasks, the chains"
+    text = f"{chains} start with different texts or get different first results."
     return text, differ / len(several), 0.5 + differ / len(several)
 
 
@@ -102,7 +102,8 @@ def same_start(e: Evidence) -> Result:
     texts = set[tuple[str, ...]]().union(*e.starts.values())
     if len(e.starts) < 2 or len(texts) > 1 or any(len(set.union(*seen)) > 1 for seen in shared.values()):
         return None
-    # Without text from the environment or several results to compare, the tasks may differ in something not shown.
+    # Without text from the environment or several results to compare, the tasks may differ in ways that chains do not
+    # show.
     if sum(len(calls) == 1 for calls in shared) < 3 and min(texts)[-1:] == (text_of(e.chains[0].task.messages[-1]),):
         return None
     return f"All {len(e.starts)} tasks start with the same text, and equal calls get equal results.", 1.0, 1.0
@@ -134,14 +135,14 @@ def ignored_results(e: Evidence) -> Result:
     ignored, total = len(told) - sum(told), len(told)
     if total < 4 or ignored <= 0.5 * total:
         return None
-    text = f"In {ignored} of {total} chains that a tool gave the reference answer, the final answer is another one."
+    text = f"In {ignored} of {total} chains, a tool returned the reference answer, but the final answer is different."
     return text, ignored / total, 0.3 + ignored / total
 
 
 def gibberish(e: Evidence) -> Result:
     if not e.uncertainty > 1.5:
         return None
-    text = f"The sampled tokens have a mean entropy of {e.uncertainty:.2f} nats: the texts are nearly random."
+    text = f"The sampled tokens have a mean entropy of {e.uncertainty:.2f} nats, so the texts are nearly random."
     return text, e.uncertainty, e.uncertainty / 3
 
 
@@ -168,7 +169,7 @@ def unparsed_calls(e: Evidence) -> Result:
             problems += [f"there is no tool named {name!r}" for name in names if name not in known]
             if t.tools and not turn.tool_calls and (found := _CALL.search(turn.text)):
                 total += 1
-                problems.append(f"a call was taken for an answer: {turn.text[found.start() :]}"[:100])
+                problems.append(f"a call was treated as an answer: {turn.text[found.start() :]}"[:100])
     if len(problems) <= 0.2 * total:
         return None
     text = f"{len(problems)} of {total} tool calls could not be run; most often: {most_common(problems)}."
@@ -206,7 +207,7 @@ def _truncation(e: Evidence, long: bool) -> Result:
         return None
     if long:
         names = [call.name for _, turn in seen for call in turn.tool_calls] or ["the environment"]
-        text += f"; {share:.0%} of their text after the prompt is tool output, most often of {most_common(names)}"
+        text += f"; {share:.0%} of their text after the prompt is tool output, mostly from {most_common(names)}"
     # Assume that all truncated chains would succeed without the limit. The effect is their share of the successes.
     failed = sum(not t.success for t in cut)
     effect = failed / max(1, failed + sum(bool(t.success) for t in e.scored))
@@ -221,21 +222,21 @@ def collapsed_entropy(e: Evidence) -> Result:
     if same <= 0.3 * len(e.groups):
         return _certain(e)
     entropy = f"mean entropy {e.uncertainty:.2g} nats per token"
-    text = f"In {same} of {len(e.groups)} groups all chains and rewards are the same ({entropy})."
+    text = f"In {same} of {len(e.groups)} groups, all chains and rewards are the same ({entropy})."
     return text, same / len(e.groups), 0.1 + same / len(e.groups)
 
 
 def _certain(e: Evidence) -> Result:
     """Return the finding if low entropy explains why most groups have equal rewards, many of them without success."""
     equal, entropy = e.numbers.get("equal_groups", 0.0), e.numbers.get("entropy", math.nan)
-    # At least this share of the groups, if no chains are given
+    # Lower bound on the fraction of groups with equal rewards and without success, used if no chains are given
     failed = equal - e.numbers.get("success", 0.0)
     if e.groups:
         equal = sum(len({t.reward for t in group}) == 1 for group in e.groups) / len(e.groups)
         failed, entropy = len(e.flat_groups) / len(e.groups), e.uncertainty
-    if not (0.5 < equal < 1 and failed > 0.3 and entropy < _CERTAIN):  # otherwise the reward is constant
+    if not (0.5 < equal < 1 and failed > 0.3 and entropy < _CERTAIN):  # if equal is 1, the reward is constant
         return None
-    text = f"In {equal:.0%} of the groups all rewards are equal, because the policy is certain of nearly every token"
+    text = f"In {equal:.0%} of the groups, all rewards are equal, because the policy is certain of nearly every token"
     return f"{text} (mean entropy {entropy:.2g} nats).", equal, 0.1 + equal
 
 
@@ -264,7 +265,7 @@ def length_reward(e: Evidence) -> Result:
         r = correlation(within, e.within_groups(lengths)) if len(set(e.rewards)) > 3 else 0.0
         found.append((r**2, r if abs(r) > 0.99 else 0.0))
     share, r = map(float, max(((share, r) for share, r in found if r), default=(0.0, 0.0)))
-    text = f"The length of chain or answer decides {share:.0%} of the differences of rewards (correlation {r:+.2f})."
+    text = f"The length of the chain or answer explains {share:.0%} of the reward differences (correlation {r:+.2f})."
     return (text, share, 0.2 + share) if share >= 0.3 else None
 
 
@@ -306,7 +307,7 @@ def no_signal(e: Evidence) -> Result:
     failed = len(e.flat_groups)
     if failed <= 0.3 * len(e.groups):
         return None
-    text = f"In {failed} of {len(e.groups)} groups all chains have the same reward, without success."
+    text = f"In {failed} of {len(e.groups)} groups, all chains have the same reward, without success."
     return text, failed / len(e.groups), 0.9 * failed / len(e.groups)
 
 
@@ -321,4 +322,4 @@ def solved(e: Evidence) -> Result:
     solved = sum(all(t.success for t in group) for group in e.groups)
     if solved <= 0.6 * len(e.groups):
         return None
-    return f"In {solved} of {len(e.groups)} groups all chains succeed.", solved / len(e.groups), 0.3
+    return f"In {solved} of {len(e.groups)} groups, all chains succeed.", solved / len(e.groups), 0.3

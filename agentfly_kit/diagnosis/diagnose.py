@@ -13,7 +13,8 @@ from agentfly_kit.diagnosis.findings import Finding, Findings
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.ppo.stats import Stats
 
-# Findings that are symptoms if an update was too large or the prompts are unknown, because the texts are then random.
+# Findings that are symptoms if an update was too large or the prompts contain unknown words, because texts are then
+# random.
 _RANDOM_TEXTS = ("gibberish", "unparsed_calls", "rejected_calls", "long_observations", "truncated", "ignored_results",
                  "collapsed_entropy", "repetition", "length_reward")  # fmt: skip
 
@@ -37,7 +38,8 @@ def diagnose(
         The findings, sorted by estimated effect. Serious causes, such as unparsed calls, come before their symptoms.
 
     Raises:
-        SettingsError: If there is nothing to examine, an argument has the wrong type, or `batch` has other chains.
+        SettingsError: If there is nothing to examine, an argument has the wrong type, or `batch` contains chains that
+            are not in `rollout`.
     """
     if (batch, stats, records) == (None, None, ()) and hasattr(rollout, "diagnose"):
         return cast(Findings, rollout.diagnose())
@@ -77,7 +79,7 @@ _CHECKS: tuple[tuple[Callable[[Evidence], Result], bool, str, str], ...] = (
         chains.other_tokenizer,
         False,
         _CHAIN,
-        "Engine, chat and policy must have one tokenizer and one model; policy.chat and af.LocalEngine(policy) do.",
+        "Use the same tokenizer and model in engine, chat and policy, as in af.LocalEngine(policy) and policy.chat.",
     ),
     (
         chains.unscored,
@@ -89,39 +91,39 @@ _CHECKS: tuple[tuple[Callable[[Evidence], Result], bool, str, str], ...] = (
         updates.wrong_mask,
         False,
         _BATCH,
-        "Keep the mask that collate made; collate(authors=) selects those of a role.",
+        "Do not change the mask of collate; collate(authors=) selects the actions of a role.",
     ),
     (
         chains.leaked_answer,
         False,
         _CHAIN,
-        "Remove it from the messages, the first observation or before_chain, unless the task is to extract it.",
+        "Remove the answer from messages, first observation and before_chain, unless the task is to extract it.",
     ),
     (
         chains.unknown_words,
         False,
         _CHAIN,
-        "Use the tasks of the policy (af.tiny.list()), make one with af.tiny.learner(words, ...), or load a large "
+        "Use the tasks of the policy (af.tiny.list()), train one with af.tiny.learner(words, ...), or load a large "
         "model.",
     ),
     (
         chains.numeric_reference,
         False,
         _CHAINS,
-        "Make the field a text, such as str(answer), or compare numbers in the reward; test it with "
+        "Store the answer as text, str(answer), or compare numbers in the reward; test the reward with "
         "await reward.try_().",
     ),
     (
         chains.different_starts,
         False,
         _CHAINS,
-        "Make all random choices of reset with its seed, which a group shares.",
+        "In reset, make all random choices with its seed, which a group shares.",
     ),
     (
         chains.same_start,
         False,
         _CHAINS,
-        "Use the fields of the task or the seed in reset, or give each task another prompt.",
+        "Use the fields of the task or the seed in reset, or give each task a different prompt.",
     ),
     (chains.reversed_reward, False, _CHAINS, "Check the sign of the reward."),
     (chains.gibberish, False, _CHAIN, "Sample at temperature 1; engine, policy and tokenizer must belong together."),
@@ -129,7 +131,7 @@ _CHECKS: tuple[tuple[Callable[[Evidence], Result], bool, str, str], ...] = (
         chains.failing_tools,
         False,
         _CHAINS,
-        "Repair the tool: await call.rerun() raises its exception. af.ToolError is for mistakes of the model.",
+        "Repair the tool: await call.rerun() raises its exception. Use af.ToolError for mistakes of the model.",
     ),
     (
         chains.unparsed_calls,
@@ -141,9 +143,14 @@ _CHECKS: tuple[tuple[Callable[[Evidence], Result], bool, str, str], ...] = (
         chains.rejected_calls,
         False,
         _CHAINS,
-        "Compare the arguments with the schema; its description can give an example.",
+        "Compare the arguments with the schema; the tool's description can give an example.",
     ),
-    (chains.long_observations, False, _CHAIN, "Return less from the tool, or set @af.tool(max_chars=...)."),
+    (
+        chains.long_observations,
+        False,
+        _CHAIN,
+        "Return shorter results from the tool, or set @af.tool(max_chars=...).",
+    ),
     (
         chains.truncated,
         False,
@@ -180,14 +187,14 @@ _CHECKS: tuple[tuple[Callable[[Evidence], Result], bool, str, str], ...] = (
     ),
     (updates.policy_moved, False, "w.TrainView(run)", "Lower lr by a factor of 3 to 10, or set target_kl=0.05."),
     (chains.dropped, False, _CHAINS, "Relax TrainConfig(filters=), or replace the groups with refill=."),
-    (chains.duplicate_component, False, _CHAINS, "If both are parts of the reward, it counts twice."),
+    (chains.duplicate_component, False, _CHAINS, "If both are parts of the reward, the same number counts twice."),
     (
         chains.constant_component,
         False,
         _CHAINS,
         "A constant part of the reward has no effect; check that it can vary.",
     ),
-    (updates.moved_tokens, False, "w.TokenView(stats)", "Check that these tokens should be credited."),
+    (updates.moved_tokens, False, "w.TokenView(stats)", "Check that these tokens deserve credit."),
     (
         chains.constant_reward,
         True,

@@ -23,7 +23,7 @@ from agentfly_kit.types import Task, ToolResult, Turn, images_of, text_of
 
 # Result of a check: sentence, number and effect of the finding, or None if there is nothing to report.
 Result: TypeAlias = tuple[str, float, float] | None
-# Difference between the logprobs of engine and policy, in nats, above which they cannot be weights of the same model.
+# Difference between the logprobs of engine and policy, in nats, above which both cannot have the same weights.
 OTHER_MODEL = 5.0
 # Upper bound of the token ids of models with a small vocabulary, such as the shipped policies.
 _SMALL_VOCABULARY = 5000
@@ -39,7 +39,7 @@ class Evidence:
 
     Attributes:
         rollout: The rollout, which may be empty.
-        batch: The batch collated from it, if known.
+        batch: The batch collated from the rollout, if known.
         stats: The statistics of the update, if known.
         numbers: The scalar statistics of the update, from `stats` or else from the last record.
         records: The records of all steps so far, oldest first.
@@ -100,7 +100,7 @@ class Evidence:
 
     @cached_property
     def components(self) -> dict[str, tuple[float, ...]]:
-        """Values of the metrics, except success and reward, that all scored chains have; empty with fewer than 8."""
+        """Values of metrics, except success and reward, that all scored chains have; empty with fewer than 8 chains."""
         names = set.intersection(*(set(t.metrics) for t in self.scored)) if len(self.scored) >= 8 else set()
         return {name: tuple(t.metrics[name] for t in self.scored) for name in sorted(names - {"success", "reward"})}
 
@@ -137,8 +137,10 @@ class Evidence:
 
     @cached_property
     def prompt_words(self) -> tuple[tuple[str, bool], ...]:
-        """Words of the messages of all tasks, each with True if it is split into letters, in which a model with a small
-        vocabulary cannot read it. Empty for models with a large vocabulary."""
+        """Words of all tasks' messages, each with True if it is split into letters, which a small model cannot read.
+
+        Empty for models with a large vocabulary.
+        """
         if any(id >= _SMALL_VOCABULARY for t in self.chains for turn in t.turns for id in turn.ids or ()):
             return ()
         prompts = {t.task.id: t for t in self.chains if t.turns}
@@ -161,7 +163,7 @@ class Evidence:
 
     @cached_property
     def foreign(self) -> int:
-        """Number of chains with token ids outside of the vocabulary of the chat or the engine."""
+        """Number of chains with token ids outside the vocabulary of the chat or the engine."""
         return sum(
             # A chat shows an unknown id as "[id]", and an engine rejects a prompt that contains one.
             any(
@@ -172,7 +174,7 @@ class Evidence:
         )
 
     def within_groups(self, values: Sequence[Any] | npt.NDArray[Any]) -> npt.NDArray[np.float64]:
-        """Subtract the mean of its group from the value of each scored chain."""
+        """Subtract from the value of each scored chain the mean of its group."""
         return centered(values, [t.group for t in self.scored])
 
 

@@ -11,9 +11,9 @@ import numpy as np
 
 from agentfly_kit.diagnosis.evidence import OTHER_MODEL, Evidence, Result, centered, correlation
 
-# Distance from the previous policy, in nats per token, above which an update is compared with its consequences.
+# Distance from the previous policy, in nats per token, above which an update is checked for harmful effects.
 _LARGE_UPDATE = 0.05
-# Difference of entropies, in nats per token, that is not reported as a rise.
+# Increase of the entropy, in nats per token, that is still considered noise.
 _NOISE = 0.05
 # Minimum number of steps in the first and in the last third of a run.
 _STEPS = 2
@@ -33,8 +33,8 @@ def wrong_mask(e: Evidence) -> Result:
         missing += int((wanted & ~mask[: len(row)]).sum())
         total += int(wanted.sum())
     share = (foreign + missing) / max(1, total)
-    left_out = f"leaves out {missing} of {total} of their tokens"
-    text = f"The batch trains {foreign} tokens outside of the actions and {left_out}."
+    left_out = f"leaves out {missing} of {total} action tokens"
+    text = f"The batch trains on {foreign} tokens outside actions and {left_out}."
     return (text, share, 0.5 + share) if share > 0.01 else None
 
 
@@ -43,7 +43,7 @@ def reversed_advantages(e: Evidence) -> Result:
         return None
     advantages = e.batch.advantages.nanmean(1).double().numpy()
     r = correlation(centered(e.batch.rewards.double().numpy(), e.batch.groups.tolist()), advantages)
-    text = f"The advantages fall with the reward (correlation {r:+.2f} within groups)."
+    text = f"Chains with higher rewards have lower advantages (correlation {r:+.2f} within groups)."
     return (text, r, 1.0) if r < -0.3 else None
 
 
@@ -62,9 +62,7 @@ def policy_moved(e: Evidence) -> Result:
     worst, step = max(steps, key=lambda pair: pair[0])
     if harm := _harmful_update(e.records):
         step, effects = harm
-        text = (
-            f"An update moved the policy by {step['approx_kl']:.2g} nats per token{_lr(step)}; after it, {effects}."
-        )
+        text = f"An update moved the policy by {step['approx_kl']:.2g} nats per token{_lr(step)}; then {effects}."
         return text, step["approx_kl"], 0.8
     if worst <= 0.3 and clipped <= 0.5:
         return None
@@ -99,13 +97,13 @@ def _harmful_update(records: Sequence[Mapping[str, float]]) -> tuple[Mapping[str
 
 
 def _rise(*records: Mapping[str, float]) -> tuple[float, float]:
-    """Return the success rate of the last of two records minus that of the first, and the standard error; or NaN."""
+    """Return the success rate of the last record minus that of the first, and the standard error; NaN if unknown."""
     rates, errors = ([record.get(name, math.nan) for record in records] for name in ("success", "success_se"))
     return rates[1] - rates[0], math.hypot(*errors)
 
 
 def no_rise(e: Evidence) -> Result:
-    """Compare the first third of the steps with the last, if a rise of 0.2 would be significant."""
+    """Compare the first third of the steps with the last third, if a rise of 0.2 would be significant."""
     steps = [record for record in e.records if "success_se" in record]
     count = len(steps) // 3
     if count < _STEPS:

@@ -33,7 +33,7 @@ def reward(
     A verifiers function (before version 0.4) has some of the parameters `prompt`, `completion`, `answer`, `info`,
     `state`, `task` and task fields. It returns a number. `prompt` and `completion` are lists of messages. `answer` and
     `info` are task fields, by default "" and {}. `task` is the task field of that name, or the task's id. `state` is a
-    dict with all of these.
+    dict with all these values.
 
     Args:
         function: the reward function.

@@ -134,7 +134,7 @@ def _trajectory(
     metrics: Mapping[str, float] | None,
 ) -> Trajectory:
     if images_of(task.messages):
-        raise AlignmentError(f"task {task.id!r} must contain text only, because the places of its images are unknown")
+        raise AlignmentError(f"task {task.id!r} must contain text only, because the positions of images are unknown")
     turns: list[Turn] = []
     for index, row in enumerate(rows):
         for turn in row:

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 LEFT = "text-align:left;vertical-align:top;padding:2px 8px"
 RIGHT = "text-align:right;vertical-align:top;padding:2px 8px"
 TABLE = "<table style='border-collapse:collapse'>"
-_SHORT = 32  # number of characters up to which the text of a cell is kept on one line
+_SHORT = 32  # maximum number of characters of a cell's text that are kept on one line
 CODE = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 
 
@@ -61,7 +61,7 @@ class Code(str):
 def escape_control_chars(text: str, limit: int) -> str:
     """Truncate the text to `limit` characters and show non-printable characters as code points."""
     if len(text) > limit:
-        kept = re.sub(r"<\|?/?\w*\|?$", "", text[:limit])  # without the beginning of a token such as <|im_end|>
+        kept = re.sub(r"<\|?/?\w*\|?$", "", text[:limit])  # without an incomplete token such as <|im_end|>
         text = f"{kept}… ({len(text):,} characters)"
     return printable(text)
 
@@ -81,7 +81,7 @@ def cell(value: Any, limit: int = 400) -> str:
     if isinstance(value, float):
         return f"<td style='{RIGHT}'>{value:.4g}</td>"
     if isinstance(value, Code):
-        # Keep tokens such as <|im_end|> on one line, although CODE allows line breaks inside of words.
+        # Keep tokens such as <|im_end|> on one line, although CODE allows line breaks inside words.
         text = re.sub(r"&lt;\|?/?\w+\|?&gt;", r"<span style='white-space:nowrap'>\g<0></span>", escape(value, limit))
         return f"<td style='{LEFT}'><code style='{CODE}'>{text}</code></td>"
     width = "white-space:nowrap" if len(str(value)) <= _SHORT else "min-width:16em"
@@ -171,7 +171,7 @@ def token_distribution(distribution: Distribution) -> str:
 def sql_result(result: SQLResult) -> str:
     out = ""
     if result.columns:
-        out = heading(f"{len(result.rows):,} rows" + (", cut off" if result.truncated else ""))
+        out = heading(f"{len(result.rows):,} rows" + (", truncated" if result.truncated else ""))
         rows = (row[:20] for row in result.rows)
         out += table(result.columns[:20], rows, 200, max_rows=20)
     if result.error or not result.columns:
@@ -182,7 +182,7 @@ def sql_result(result: SQLResult) -> str:
 def tool_call(call: ToolCall) -> str:
     result = call.result
     state = "unreadable" if call.error else "not run" if result is None else "ok" if result.ok else "failed"
-    state += ", cut" if result is not None and result.truncated else ""
+    state += ", truncated" if result is not None and result.truncated else ""
     content = call.error or ("" if result is None else result.observation)
     arguments = ", ".join(f"{k}={v!r}" for k, v in call.arguments.items())
     row = (call.name or "?", Code(arguments), state, Code(content), None if result is None else result.seconds)
@@ -244,7 +244,7 @@ def rollout(rollout: Rollout) -> str:
 def rollout_diff(diff: RolloutDiff, limit: int = 8) -> str:
     """Return the chains that succeed in only one of two rollouts, up to `limit` for each rollout.
 
-    The texts of a pair are below each other, because a table with two columns of texts is too wide for a notebook.
+    The two texts of a pair are shown one below the other, because two columns would be too wide for a notebook.
     """
 
     def show(pair: tuple[Trajectory, Trajectory]) -> str:
@@ -265,7 +265,7 @@ def rollout_diff(diff: RolloutDiff, limit: int = 8) -> str:
         for name, pairs in (("gained", diff.gained), ("lost", diff.lost))
         if pairs
     )
-    note = "<p>� stands for bytes that are no complete character in UTF-8</p>" if "�" in lists else ""
+    note = "<p>� replaces bytes that are not a complete UTF-8 character</p>" if "�" in lists else ""
     return heading(diff) + (lists or "<p>no chain changed its outcome</p>") + note
 
 
@@ -445,7 +445,7 @@ def run(run: Run | TrainRun, limit: int = 6) -> str:
     names = [name for name in _KEY_METRICS if any(name in record for record in run.records)]
     rows = [[record.get(name) for name in names] for record in run.records[-limit:]]
     more = f"<p>the last {limit} of {len(run.records)} steps</p>" if len(run.records) > limit else ""
-    return heading(run) + (table(names, rows) if rows else "<p>no step yet</p>") + more
+    return heading(run) + (table(names, rows) if rows else "<p>no steps yet</p>") + more
 
 
 def runs(runs: Runs) -> str:
@@ -456,7 +456,7 @@ def runs(runs: Runs) -> str:
         for row in runs.frame.reset_index(names="run").to_dict("records")
     ]
     unreadable = table((), runs.unreadable.items()) if runs.unreadable else ""
-    return heading(runs) + (table(columns, rows) if rows else "<p>no run</p>") + unreadable
+    return heading(runs) + (table(columns, rows) if rows else "<p>no runs</p>") + unreadable
 
 
 def diagnosis(diagnosis: Diagnosis) -> str:
@@ -483,7 +483,7 @@ _RENDERERS: dict[str, Callable[[Any], str]] = {
 
 
 def to_html(value: object) -> str:
-    """Return the HTML of a public object. Instances of a subclass are shown like those of the base class.
+    """Return the HTML of a public object. Instances of a subclass are shown like instances of the base class.
 
     The class is looked up by name instead of being imported, so that displaying a task does not import torch.
     """

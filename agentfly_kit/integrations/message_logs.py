@@ -1,12 +1,12 @@
-"""Message logs of other projects: conversion to messages in the format of the OpenAI API, and to token ids.
+"""Conversion of message logs of other projects to messages in the format of the OpenAI API, and to token ids.
 
 Layouts, by the columns of a row:
 
 messages              OpenAI, ART, and Anthropic, whose content consists of blocks; the column "system" is the system
                       message
-messages_and_choices  ART before it wrote Parquet files; a row with "trajectories" is a group of them
+messages_and_choices  ART before it wrote Parquet files; a row with "trajectories" is a group of trajectories
 conversations         ShareGPT, with "from" and "value"
-segments              AgentFly: one conversation for each context that the agent had
+segments              AgentFly: one conversation for each context of the agent
 name, value           an event of AgentFly's JSONL monitor, whose value is the JSON of segments
 samples               a JSON log of Inspect, with one conversation and its scores per sample
 """
@@ -29,16 +29,16 @@ _SHAREGPT_ROLES = {
     "system": "system", "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "function_call": "assistant", "observation": "tool", "tool": "tool", "function_response": "tool",
 }  # fmt: skip
-# Blocks of content that become other parts of a message, or other messages.
+# Content blocks that become other parts of the same message, or separate messages.
 _BLOCKS = {"tool_use", "tool_result", "thinking", "reasoning", "redacted_thinking"}
-# Columns that are the conversation or identify it. Metadata of ART and infos of AgentFly may have the same names.
+# Columns that contain or identify a conversation. Metadata of ART and infos of AgentFly may have the same names.
 _RESERVED = {"messages", "conversations", "system", "tools", "tool_defs", "id", "example_id", "step", "error"}
 # Values of a score in Inspect.
 _INSPECT_VALUES = {"C": 1.0, "I": 0.0, "P": 0.5, "N": 0.0}
 
 
 def conversations(columns: dict[str, Any], location: str) -> list[list[Any]] | None:
-    """Remove the conversations from the columns of a row, and return the messages of each, or None if there is none.
+    """Remove the conversations from the columns of a row, and return the messages of each, or None if there are none.
 
     In messages of ART, "trainable" is True if the policy sampled them and False otherwise.
     """
@@ -81,12 +81,12 @@ def read_monitor(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _unpack(columns: dict[str, Any]) -> None:
-    """Replace JSON texts and dicts in rows of ART and AgentFly by columns of their own."""
+    """Replace JSON texts and dicts in rows of ART and AgentFly by separate columns."""
     if str(columns.get("name")).startswith("agent/rollout/") and isinstance(columns.get("value"), str):
         value, info, step = json.loads(columns["value"]), columns.get("info"), columns.get("x")
         columns.clear()
         columns |= {"info": info, "step": step, **(value if isinstance(value, dict) else {"segments": value})}
-    if columns.keys().isdisjoint({"segments", "messages_and_choices", "group_index"}):  # not of these projects
+    if columns.keys().isdisjoint({"segments", "messages_and_choices", "group_index"}):  # row of another project
         return
     for name in ("info", "metadata", "metrics", "reward"):
         given = columns.get(name)
@@ -97,14 +97,14 @@ def _unpack(columns: dict[str, Any]) -> None:
 
 
 def _from_choice(given: Any) -> Any:
-    """Return the message of a choice, which ART records for messages that the policy sampled, or another message."""
+    """Return a message, marked as trainable if it is in a choice, as ART records messages that the policy sampled."""
     if isinstance(given, Mapping) and isinstance(given.get("message"), Mapping):
         return {**given["message"], "trainable": True}
     return {**given, "trainable": False} if isinstance(given, Mapping) else given
 
 
 def inspect_samples(columns: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield a row with messages and numbers for each sample of a log of Inspect."""
+    """Yield a row with messages and numbers for each sample of an Inspect log."""
     for sample in columns["samples"]:
         row = dict(sample.get("metadata") or {})
         row["id"], row["messages"] = sample["id"], sample["messages"]
@@ -138,7 +138,7 @@ def _from_sharegpt(given: Any, location: str) -> Message:
 
 
 def _without_blocks(message: Any) -> Iterator[Any]:
-    """Yield the messages that correspond to a message whose content may consist of Anthropic's blocks."""
+    """Yield the messages that result from a message whose content may consist of Anthropic's blocks."""
     content = message.get("content") if isinstance(message, Mapping) else None
     blocks = content if isinstance(content, list) else []
     kinds = [block.get("type") if isinstance(block, Mapping) else None for block in blocks]
@@ -182,9 +182,10 @@ def encoded(
     chat: Chat,
     location: str,
 ) -> list[Turn]:
-    """Return the turns of a conversation with the token ids that an agent with this chat would have.
+    """Return the turns of a conversation with the token ids that an agent with this chat would produce.
 
-    Actions consist of the text that the chat template renders for the message, and a stop token. No turn is sampled.
+    Actions consist of the text that the chat template renders for the message, and a stop token. No turn is marked as
+    sampled.
 
     Raises:
         TaskError: If the chat cannot render the conversation, a call has no result or invalid arguments, or there is no

@@ -42,9 +42,9 @@ from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Failure, Message, Task, ToolCall, ToolResult, Turn, text_of
 
-# File in which AgentFly's monitor writes the messages of chains.
+# File to which AgentFly's monitor writes the messages of chains.
 _MONITOR = "agent-rollout-trajectory.jsonl"
-# Columns with token ids by the names that programs use: prompt, completion, mask of sampled tokens, logprobs.
+# Names that programs use for columns with token ids: prompt, completion, mask of sampled tokens, logprobs.
 _ID_COLUMNS = (
     ("prompt_ids", "prompt_token_ids"),
     ("completion_ids", "response_ids"),
@@ -63,9 +63,9 @@ def read_rollouts(
 ) -> Rollout:
     """Read rollouts saved by another project, or a log of messages, for display, analysis or imitation.
 
-    With `chat`, messages are encoded as an agent with this chat would, so that `af.imitate` can train on their actions.
-    Otherwise, trajectories without token ids can be shown in `TrajectoryView`, but not in `TokenView`, and cannot be
-    trained on. Chains with the same prompt (and the same training step) form a group.
+    With `chat`, messages are encoded as an agent with this chat would encode them, so that `af.imitate` can train on
+    their actions. Otherwise, trajectories without token ids can be shown in `TrajectoryView`, but not in `TokenView`,
+    and cannot be trained on. Chains with the same prompt (and the same training step) form a group.
 
     Args:
         source: A .parquet, .jsonl, .json or .csv file, a folder of .parquet or .jsonl files, or rows in memory: a
@@ -74,7 +74,7 @@ def read_rollouts(
             Anthropic, ART), "conversations" (ShareGPT), "segments" (AgentFly), "samples" (Inspect), "traces"
             (verifiers), or token ids: "prompt_ids" and "completion_ids", optionally with "completion_mask" (1 at
             sampled tokens) and "logprobs", of the same length as "completion_ids". Such rows count as sampled by
-            version 0 of the policy: `ppo_step` needs PPOConfig(max_lag=None) for later versions. The column "tools"
+            version 0 of the policy; `ppo_step` with a later version needs PPOConfig(max_lag=None). The column "tools"
             contains the tool schemas.
         reward: Column, or columns whose sum is the reward. By default, the reward is the column "reward" or "score". In
             a verifiers trace, it is the weighted sum of the rewards; in a TRL table, which contains no weights, it is
@@ -82,7 +82,7 @@ def read_rollouts(
             become fields of the task.
         chat: Chat of the policy. It encodes messages, and decodes recorded token ids, which `TokenView` otherwise shows
             as numbers. Prompts and outputs that are saved as text are not encoded.
-        tools: The agent's tools, whose descriptions belong to the prompts of rows without a column "tools".
+        tools: The agent's tools. Their descriptions are part of the prompts of rows without a column "tools".
 
     Raises:
         TaskError: If a file cannot be read, a row does not have these columns, or `chat` cannot render a conversation.
@@ -130,7 +130,7 @@ def _rows(source: Any) -> Iterator[tuple[str, Any]]:
     if not files:
         raise TaskError(f"{path} must contain .parquet or .jsonl files, got none")
     for file in files:
-        if file.name != "aggregated_results.jsonl":  # means of a SkyRL evaluation
+        if file.name != "aggregated_results.jsonl":  # this file contains means of a SkyRL evaluation
             yield from task_files.read_rows(file)
 
 
@@ -196,7 +196,7 @@ def _records(row: Any, location: str, chat: Chat | None) -> Iterator[_Record]:
             columns["score"] = math.fsum(columns["score"])
     elif (segments := conversations(columns, location)) is not None:
         encodable = True
-        if "reward" in columns:  # AgentFly records it among other values
+        if "reward" in columns:  # AgentFly records the reward among other values
             reward = ("reward",)
     elif (found := _with_ids(columns, location, chat)) is not None:
         task = _row_name(columns) or digest(json.dumps(found[0]), size=6)
@@ -223,9 +223,10 @@ def _row_name(columns: Mapping[str, Any]) -> str:
 
 
 def _with_new_actions(segments: Sequence[Sequence[Message]]) -> list[list[_Node]]:
-    """Return the nodes of conversations, each of which may repeat messages of earlier ones, which are no new actions.
+    """Return the nodes of conversations. Messages that repeat those of earlier conversations are not new actions.
 
-    A repeated action follows the same message, which distinguishes it from an equal short answer.
+    An action is repeated only if it also follows the same message, because different actions may have equal short
+    texts.
     """
     marked = any(message.get("trainable") is not None for segment in segments for message in segment)
     known: list[tuple[Message | None, Message]] = []
@@ -248,7 +249,7 @@ def _with_new_actions(segments: Sequence[Sequence[Message]]) -> list[list[_Node]
 
 
 def _with_ids(columns: dict[str, Any], location: str, chat: Chat | None) -> tuple[list[int], list[_Node]] | None:
-    """Remove the columns with token ids, and return the prompt's ids and the parts of the row, or None."""
+    """Remove the columns with token ids, and return the prompt's ids and the parts of the row, or None without ids."""
     names = [next((name for name in names if columns.get(name) is not None), "") for names in _ID_COLUMNS]
     if not names[0] or not names[1]:
         return None
@@ -259,7 +260,7 @@ def _with_ids(columns: dict[str, Any], location: str, chat: Chat | None) -> tupl
     if min(map(operator.index, [*prompt, *ids]), default=0) < 0:
         raise TaskError(f"{location}: {names[0]} and {names[1]} must not contain negative numbers")
     nodes: list[_Node] = []
-    start = -len(prompt)  # in the completion
+    start = -len(prompt)  # position relative to the completion
     for sampled, run in groupby([0] * len(prompt) + (mask or [1] * len(ids)), bool):
         end = start + len(list(run))
         part = tuple(map(operator.index, [*prompt, *ids][start + len(prompt) : end + len(prompt)]))
@@ -348,7 +349,7 @@ def _trajectory(
             turns.append(replace(turn, row=index, parent=turns[-1] if turns else None))
     tools = _schemas(columns.get("tools") or columns.get("tool_defs")) or tuple(schemas)
     prompt = list(turns[0].messages) if turns and turns[0].kind == "prompt" else []
-    while prompt and prompt[-1]["role"] == "assistant":  # an answer that the model continues
+    while prompt and prompt[-1]["role"] == "assistant":  # an incomplete answer that the model continues
         prompt.pop()
     if not prompt:
         raise TaskError(f"{location}: a conversation must not begin with an assistant message")
@@ -435,7 +436,7 @@ def _turns(nodes: Sequence[_Node], author: str, chat: Chat | None) -> Iterator[T
         message, calls = _message(node.message)
         sampled = None if node.ids is None else node.ids[len(node.ids) - node.sampled :]
         exact: dict[str, Any] = {"sampled": True, "logprobs": node.logprobs, "versions": (0,) * node.sampled}
-        exact = exact if node.logprobs else {}  # without logprobs, the ids can be shown and imitated
+        exact = exact if node.logprobs else {}  # ids without logprobs can only be shown and imitated
         yield Turn(
             "action", author, messages=(message,), tool_calls=calls,
             **_text(chat, sampled, [message]), **(exact if sampled else {}),
@@ -474,7 +475,7 @@ def _call(given: Any, index: int) -> ToolCall:
     """Return a tool call. In verifiers files, it may be a JSON string, or an object without the key "function"."""
     given = _parsed(given)
     function = _get(given, "function") or given
-    if isinstance(function, str):  # Inspect
+    if isinstance(function, str):  # as in Inspect logs
         function = {"name": function, "arguments": given.get("arguments")}
     raw = _get(function, "arguments")
     arguments = _parsed(raw)

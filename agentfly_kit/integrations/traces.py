@@ -80,7 +80,8 @@ class _RolloutTracer:
         if error is not None or events[-1].state == "cancelled":
             _set_error(root, error.type if error else "cancelled", str(error or "the chain was cancelled"))
         inside = set_span_in_context(root, Context())
-        # A fork of a chain begins with turns of its parent, which have no events. Match turns and calls from the end.
+        # A fork of a chain begins with turns of its parent, which have no events. So turns and calls are matched from
+        # the end.
         turns = [turn for turn in trajectory.turns if turn.kind == "action"]
         calls = list(trajectory.tool_calls)
         for start, end in reversed(_pairs(events[1:-1])):
@@ -171,7 +172,7 @@ def _pairs(events: Sequence[RolloutEvent]) -> list[tuple[RolloutEvent, RolloutEv
 
 
 def _take_last(items: list[Any], keys: Sequence[Any], key: Any) -> Any:
-    """Remove and return the last of `items` whose entry in `keys` equals `key`; None if there is none."""
+    """Remove and return the last of `items` whose entry in `keys` equals `key`, or None."""
     found = [i for i, other in enumerate(keys) if other == key]
     return items.pop(found[-1]) if found else None
 

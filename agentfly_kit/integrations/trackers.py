@@ -31,7 +31,7 @@ def _require(package: str) -> None:
 
 @dataclass
 class TensorBoard(Tracker):
-    """Write TensorBoard event files.
+    """Tracker that writes TensorBoard event files.
 
     Args:
         folder: Folder of the event files; by default `tensorboard` in the folder of the run.
@@ -50,7 +50,7 @@ class TensorBoard(Tracker):
         from torch.utils.tensorboard import SummaryWriter
 
         folder = Path(self.folder) if self.folder is not None else run.path / "tensorboard"
-        # Rewrite the last step in the files, which may be incomplete, and all steps that a resumed run repeats.
+        # Rewrite the last step in the files, because it may be incomplete, and all steps that a resumed run repeats.
         last = max(min(_last_step(folder) - 1, len(run.records)), 0)
         self._writer = SummaryWriter(str(folder), purge_step=last + 1)
         if last == 0:
@@ -79,7 +79,7 @@ def _last_step(folder: Path) -> int:
 
 
 class Trackio(Tracker):
-    """Log to a trackio project, locally or in a Hugging Face Space.
+    """Tracker that logs to a trackio project, locally or in a Hugging Face Space.
 
     Args:
         project: Name of the project.

@@ -154,7 +154,7 @@ def dataset(tasks: Iterable[Task]) -> Any:
     """Convert tasks to a `datasets.Dataset` with the column "prompt" (messages) and the fields that all tasks have.
 
     Raises:
-        SettingsError: If there are no tasks, or one has images.
+        SettingsError: If there are no tasks, or a task has images.
     """
     from datasets import Dataset
 
@@ -188,8 +188,8 @@ def rollout_func(agent: Agent, tasks: Iterable[Task]) -> Callable[..., dict[str,
         tasks: The tasks of the dataset. For each prompt from TRL, tools and rewards get the fields of its task.
 
     Raises:
-        SettingsError: If the agent has no reward, or two tasks have the same prompt but different fields. The
-            returned function raises it if agent and trainer have different models or sampling temperatures.
+        SettingsError: If the agent has no reward, or two tasks have the same prompt but different fields. The returned
+            function raises this error if agent and trainer have different models or sampling temperatures.
     """
     if not agent.reward:
         raise SettingsError("the agent has no reward; add one with agent.replace(reward=...)")
@@ -243,7 +243,7 @@ def _find_task(known: dict[str, Task], prompt: Any) -> Task:
 
 
 def _sample_trajectories(agent: Agent, wanted: list[Task], index: int, training: bool) -> list[Trajectory]:
-    """Sample one trajectory for each task in `wanted`, in the same order. Those of the same task form a group."""
+    """Sample one trajectory for each task in `wanted`, in this order. Trajectories of the same task form a group."""
     counts = Counter(task.id for task in wanted)
     by_id = {task.id: task for task in wanted}
     found: dict[str, list[Trajectory]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""LoRA adapters of a policy. This module is imported when a policy has one."""
+"""LoRA adapters of a policy. This module is imported only when a policy has an adapter."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def with_lora(model: Any, lora: int | Mapping[str, Any]) -> Any:
     options = {"target_modules": "all-linear", "task_type": "CAUSAL_LM", "lora_dropout": 0.0} | options
     decoder, vision = model.get_decoder(), options.pop("vision", False)
     names = [name for name, module in model.named_modules() if module is decoder]
-    if hasattr(model, "get_image_features") and not vision and names:  # leave out all that is outside the decoder
+    if hasattr(model, "get_image_features") and not vision and names:  # exclude layers outside the decoder
         options = {"exclude_modules": rf"(?!{re.escape(names[0])}\.).*"} | options
     if options["lora_dropout"]:
         raise SettingsError("lora_dropout must be 0; dropout makes the trained and the sampled distribution differ")

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Types of layers without attention. Models with layers "mlp" or "moe" have recurrent layers, too.
+# Types of layers without attention. Models with "mlp" or "moe" layers also have recurrent layers.
 _RECURRENT = {"linear_attention", "conv", "mlp", "moe"}
 # For each type of attention layer, the config setting that restricts the keys it attends to.
 _RESTRICTED_BY = {
@@ -40,9 +40,9 @@ def masked_states(
     """Run a decoder with attention restricted by a mask and return its output.
 
     Tokens attend to keys that are `allowed` and within the layer's window. `positions` and `key_positions` are the
-    positions of tokens and keys in their rows, `cache` is a transformers cache, and `options` go to the decoder, for
-    example to replace ids by embeddings.
-    Recurrent layers take no mask, so their rows must have no padding before the last token that is used.
+    positions of tokens and keys in their rows, `cache` is a transformers cache, and `options` are passed to the
+    decoder, for example to replace ids by embeddings. Recurrent layers take no mask, so their rows must have no padding
+    before the last token that is used.
 
     Shapes:  ids, positions (R rows, C tokens), allowed (R, 1, C, S keys), key_positions (1 or R, S) ->
              `last_hidden_state` (R, C, d).
@@ -75,19 +75,19 @@ def masked_states(
 
 @functools.cache
 def _cache_parameter(decoder: type[torch.nn.Module]) -> str:
-    """Return the name of the parameter of a decoder class that takes the cache."""
+    """Return the name of the decoder's parameter for the cache."""
     # Transformers before 5.24 uses the first two names, the second one for models without attention.
     accepted = inspect.signature(decoder.forward).parameters
     return next((name for name in ("past_key_values", "cache_params") if name in accepted), "cache")
 
 
 def is_recurrent(decoder: Any) -> bool:
-    """Return True if some layers have a recurrent state, so that no token can be removed from a cache."""
+    """Return True if some layers have a recurrent state. In this case, no token can be removed from a cache."""
     return bool(_layer_types(decoder.config) & _RECURRENT)
 
 
 def use_soft_caps(model: Any) -> None:
-    """Select "eager" attention if the config soft-caps attention scores, which "sdpa" silently ignores."""
+    """Select "eager" attention if the config soft-caps attention scores, because "sdpa" silently ignores soft caps."""
     config = model.config.get_text_config()
     if getattr(config, "attn_logit_softcapping", None) and config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")
@@ -98,7 +98,8 @@ def shared_keys(config: Any) -> Iterator[None]:
     """Context manager that avoids copies of keys in masked "sdpa" attention with grouped query heads.
 
     Transformers copies keys and values for each query head of a group, which takes several times as long as attention
-    itself. Only forward passes on a CPU without gradients benefit. Results are bitwise identical. Thread-safe.
+    itself. Only forward passes on a CPU without gradients benefit. Results are bitwise identical. The context manager
+    is thread-safe.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -147,11 +148,11 @@ def unsupported_attention(decoder: Any, *, recurrent: bool = False) -> str:
     if getattr(config, "attn_temperature_tuning", None):
         return "its attn_temperature_tuning scales queries by their column in the batch"
     windows = [k for k, v in vars(config).items() if v and "window" in k and k.strip("_") not in _HARMLESS]
-    return f"its config restricts attention by {windows[0]}, which is not known here" if windows else ""
+    return f"its config restricts attention by {windows[0]}, which is not supported" if windows else ""
 
 
 def with_short_windows(decoder: Any) -> Any:
-    """Return a copy of a decoder with attention windows of `_TRIAL_WINDOW` tokens, which shares its weights."""
+    """Return a copy of a decoder that shares its weights but has attention windows of `_TRIAL_WINDOW` tokens."""
     short = copy.copy(decoder)
     short.config = copy.copy(decoder.config)
     for name in filter(None, _RESTRICTED_BY.values()):
@@ -169,6 +170,6 @@ def agree(expected: Tensor, got: Tensor) -> bool:
 def _layer_types(config: Any) -> set[str]:
     if types := set(getattr(config, "layer_types", None) or ()):
         return types - {"hybrid"} | ({"full_attention", "linear_attention"} if "hybrid" in types else set())
-    # A config may contain `sliding_window` although its model class does not support one.
+    # A config may contain `sliding_window` although its model class does not support it.
     declared = "sliding_window" in inspect.signature(type(config)).parameters
     return {"sliding_attention" if declared and config.sliding_window else "full_attention"}

@@ -36,11 +36,11 @@ ScoreName = Literal["logprob", "entropy", "value", "hidden", "sum_squared_probs"
 # Time per operation in masked attention relative to a matrix product, measured on a CPU.
 _MASKED_ATTENTION_COST = 4.0
 
-# Maximum number of logits computed at once, which take 512 MB. Larger micro-batches are processed in chunks.
+# Maximum number of logits computed at once (512 MB). Larger micro-batches are processed in chunks.
 _MAX_LOGITS = 2**27
-# Config settings by which models scale their logits.
+# Config settings with which models scale their logits.
 _SCALES = ("logit_scale", "logits_scaling", "lm_head_multiplier")
-_LARGE = 2**25  # parameters above which activations, not fixed costs, limit the size of a micro-batch on a CPU
+_LARGE = 2**25  # number of parameters above which activations, not fixed costs, limit micro-batches on a CPU
 
 
 @dataclass
@@ -57,12 +57,12 @@ class ForwardOutput:
 class LanguageModel:
     """Causal language model with an optional value head, evaluated on rows padded on the right."""
 
-    accelerator: Any = None  # of the processes over which the weights are sharded; see `Policy.shard`
+    accelerator: Any = None  # accelerator over whose processes the weights are sharded; see `Policy.shard`
 
     def __init__(self, model: Any, value_head: ValueHead | Critic | None) -> None:
         self.model = model
         self.value_head = value_head
-        self.placeholders: tuple[int, ...] = ()  # ids that stand for images, which are never sampled
+        self.placeholders: tuple[int, ...] = ()  # ids of image placeholders, which are never sampled
 
     @property
     def device(self) -> torch.device:
@@ -75,7 +75,7 @@ class LanguageModel:
 
     @property
     def decoder(self) -> Any:
-        """The model without its output matrix. Restores evaluation mode, which other libraries disable for training."""
+        """The model without its output matrix, in evaluation mode even if another library has set training mode."""
         if self.model.training:
             self.model.eval()
         decoder = self.model.get_decoder()
@@ -109,10 +109,10 @@ class LanguageModel:
 
     @property
     def micro_tokens(self) -> int:
-        """Default number of padded tokens per forward pass. Smaller on a CPU, where padding is more expensive.
+        """Default number of padded tokens per forward pass, smaller on a CPU because padding costs more there.
 
-        With 135 million parameters, an update with 512 tokens took as long as one with 1,536, in 2 GB less memory. On a
-        GPU, activations take up to a quarter of its memory: about 160 bytes per token, layer and unit of width.
+        With 135 million parameters, an update with 512 tokens took as long as one with 1,536, with 2 GB less memory. On
+        a GPU, activations take up to a quarter of its memory: about 160 bytes per token, layer and unit of width.
         """
         if self.device.type == "cpu":
             return 1536 if self.size < _LARGE else 512
@@ -123,7 +123,7 @@ class LanguageModel:
     def launch_overhead(self) -> int:
         """Fixed cost of a forward and backward pass, in units of the time for one token.
 
-        Measured with a shipped policy; negligible for large models, and 0 on a GPU, where full passes are fastest.
+        Measured with a shipped policy. It is negligible for large models, and 0 on a GPU, where full passes are best.
         """
         return min(100, 30_000_000 // max(self.size, 1)) if self.device.type == "cpu" else 0
 
@@ -161,7 +161,7 @@ class LanguageModel:
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the float32 logits of N hidden states over a vocabulary of V tokens: (N, d) -> (N, V).
 
-        The product with the output matrix is scaled and soft-capped if the model does so. `placeholders` get -1e9.
+        The product with the output matrix is scaled and soft-capped as in the model. `placeholders` get -1e9.
 
         Raises:
             PolicyError: If the model changes its logits in another way.
@@ -171,12 +171,12 @@ class LanguageModel:
         logits = logits if scale == 1 else logits * scale
         logits = torch.tanh(logits / cap) * cap if cap else logits
         if self.placeholders:
-            # The probability is exactly 0. With -inf, the entropy would be 0 * -inf = NaN.
+            # With -1e9, the probability is exactly 0. With -inf, the entropy would be 0 * -inf = NaN.
             logits = logits.index_fill(-1, torch.tensor(self.placeholders, device=logits.device), -1e9)
         return logits
 
     def check_head(self) -> tuple[float, float]:
-        """Return the scale and the soft cap (0 if there is none) of the logits; raise PolicyError if there is more."""
+        """Return the scale and soft cap (0 if none) of the logits. Raise PolicyError for any other change of logits."""
         if self._head is None:
             raise PolicyError(
                 f"the logits of {type(self.model).__name__} must be the product of its hidden states and output "
@@ -206,11 +206,11 @@ class LanguageModel:
         hook = self.model.get_output_embeddings().register_forward_hook(replace_logits)
         try:
             with torch.no_grad():
-                # TRL and accelerate replace `forward` on the object, and in a copy it would call the original's.
+                # TRL and accelerate replace `forward` on the object. In a copy, it would call the original's method.
                 logits = type(self.model).forward(self.model, input_ids=ids, use_cache=False).logits
         finally:
             hook.remove()
-        # NaN if the weights have diverged
+        # hidden states are NaN if the weights have diverged
         if not seen or not agree(self.hidden(ids).nan_to_num(), seen[0].nan_to_num()):
             return None
         config, products = self.model.config.get_text_config(), seen[1].float()
@@ -220,7 +220,7 @@ class LanguageModel:
         ratio = 1.0 if cap else float(logits.flatten()[-1] / products.flatten()[-1])
         scale = min((power for x in settings for power in (x, 1 / x)), key=lambda x: abs(x / ratio - 1))
         expected = torch.tanh(products / cap) * cap if cap else products * scale
-        # Compare each element, because another change, such as an added bias, is small relative to the largest ones.
+        # Compare each element, because a change such as an added bias is small relative to the largest logits.
         exact = logits.dtype == torch.float32
         same = torch.allclose(logits.float(), expected, rtol=1e-5 if exact else 0.02, atol=1e-6)
         return (scale, cap) if same else None
@@ -251,7 +251,7 @@ class LanguageModel:
             value: Whether to compute values; the policy must have a value head.
             sum_squared_probs: Whether to compute the sum of squared probabilities over the vocabulary.
             layers: Indices of L layers. Their hidden states, (N, L, d), are also returned; see `hidden`.
-            row_keys: Keys, (B, T), of which rows with a common prefix share its computation; the ids if None.
+            row_keys: Keys, (B, T); the ids if None. Rows whose keys have a common prefix share its computation.
             images: Spans of images in each row; None if there are none.
 
         Raises:
@@ -342,7 +342,7 @@ class LanguageModel:
     def _values(
         self, ids: Tensor, packed: PackedTrees | None, place: Tensor, states: Tensor | None, images: Any
     ) -> Tensor:
-        """Compute values, (N,), from `states`, (N, d), or from a separate critic's own states at indices `place`."""
+        """Compute values, (N,), from `states`, (N, d), or from the states of a separate critic at indices `place`."""
         head = self.value_head
         if head is None:
             raise PolicyError("values need a value head; load the policy with value_head=True")
@@ -369,7 +369,7 @@ class LanguageModel:
             batch: The batch.
             want: Scores to compute: any of "logprob", "entropy", "value", "hidden" and "sum_squared_probs".
             layers: Indices of the layers to return as "hidden"; by default the last layer. See `hidden`.
-            rows: Indices of the rows to score; all rows if None. The scores of other rows are as where the mask is 0.
+            rows: Indices of the rows to score; all rows if None. Other rows are treated as if the mask were 0.
             micro_tokens: Maximum number of tokens per forward pass; `self.micro_tokens` if None.
 
         Returns:

@@ -16,7 +16,7 @@ from agentfly_kit.errors import PolicyError
 # Format of the numbers in metadata, by type. The other types are strings (8) and arrays (9).
 _NUMBERS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
 
-# Held while the progress bar of transformers' conversion is replaced. Files are loaded one after the other.
+# Lock held while the progress bar of transformers' conversion is replaced, so that files are loaded one at a time.
 _loading = threading.Lock()
 
 
@@ -63,7 +63,7 @@ def load_gguf(file: Path, **options: Any) -> tuple[Any, Any]:
 
     where = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     tokenizer = AutoTokenizer.from_pretrained(**where)
-    # The progress bar of the conversion has no setting. That of transformers can be disabled; see `without_output`.
+    # The progress bar of the conversion cannot be disabled by a setting, unlike others; see `without_output`.
     conversion: Any = importlib.import_module("transformers.modeling_gguf_pytorch_utils")
     with _loading:
         before, conversion.tqdm = conversion.tqdm, transformers_logging.tqdm
@@ -84,14 +84,15 @@ def load_gguf(file: Path, **options: Any) -> tuple[Any, Any]:
                 f"{name} must have the shape {tuple(expected[name].shape)} according to the metadata of {file.name}, "
                 f"got {tuple(value.shape)}"
             )
-    model.name_or_path = str(file)  # the base model in the config of an adapter
+    model.name_or_path = str(file)  # name of the base model in the config of an adapter
     return model, tokenizer
 
 
 def check_gguf(file: Path) -> int:
     """Return the number of weights of a GGUF file after checking that all sizes in its header fit the file.
 
-    Readers allocate and loop according to these sizes, so a damaged or hostile header could use any amount of memory.
+    Readers allocate and loop according to these sizes, so a damaged or hostile header could make them use any amount of
+    memory.
 
     Raises:
         PolicyError: If a size does not fit, if transformers ignores a setting of the file, or if a package is missing.
@@ -140,7 +141,7 @@ class _Header:
 
     def _bytes(self, count: int) -> bytes:
         if self._done + count > self._size:
-            raise ValueError(f"it ends at byte {self._size}, inside of its header")
+            raise ValueError(f"it ends at byte {self._size}, inside its header")
         self._done += count
         found: bytes = self._read(count)
         return found
@@ -160,7 +161,7 @@ class _Header:
         return self._bytes(self._count(1, "characters")).decode()
 
     def _value(self, kind: int) -> Any:
-        """Read a value of the given type. Of an array, only the number of elements is returned."""
+        """Read a value of the given type. For an array, return only the number of elements."""
         if kind == 8:
             return self._text()
         if kind != 9:

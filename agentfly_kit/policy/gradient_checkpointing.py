@@ -20,7 +20,7 @@ def checkpointed(models: Sequence[Any]) -> Iterator[None]:
     layers = [m for model in models for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     if not layers:
         raise PolicyError(f"{type(models[0]).__name__} has no layers that support gradient checkpointing")
-    # Transformers enables it only in training mode, in which layers that call dropout directly would apply it.
+    # Transformers supports this only in training mode, in which layers that call dropout directly would apply dropout.
     replaced = [vars(layer).get("forward") for layer in layers]  # set on the object by accelerate
     for layer in layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)

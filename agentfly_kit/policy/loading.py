@@ -1,4 +1,4 @@
-"""Models and tokenizers in folders, in GGUF files and on the hub."""
+"""Loading of models and tokenizers from folders, GGUF files and the hub."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _HUB_KEYWORDS = (
 
 
 def load_model(weights: str, tokenizer: str, device: torch.device, options: dict[str, Any]) -> tuple[Any, Any, Any]:
-    """Load model, tokenizer and processor (or None) from paths or hub names, if a local model fits in the memory."""
+    """Load model, tokenizer and processor (or None) from paths or hub names. A local model must fit in memory."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -74,7 +74,7 @@ def _count_weights(folder: Path) -> tuple[int, int]:
 
 
 def _check_memory(weights: str, needed: int, device: torch.device) -> None:
-    """Raise PolicyError if a device does not have `needed` bytes in all, whatever else it holds."""
+    """Raise PolicyError if the total memory of a device is smaller than `needed` bytes."""
     if device.type == "cuda":
         available = torch.cuda.mem_get_info(device)[1]
     elif hasattr(os, "sysconf"):
@@ -152,7 +152,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def check_hub(name: str, kwargs: Mapping[str, Any]) -> None:
     """Raise PolicyError for the name of a shipped policy, and for a hub name that is not cached if there is no network.
 
-    Without this check, transformers tries to connect for almost a minute. `kwargs` are those of `from_pretrained`.
+    Without this check, transformers tries to connect for almost a minute. `kwargs` are arguments for `from_pretrained`.
     """
     from huggingface_hub import constants, try_to_load_from_cache
 
@@ -187,7 +187,7 @@ def without_output() -> Iterator[None]:
     )
     transformers_logging.disable_progress_bar()
     # For example, the default config of Idefics3 has an invalid `pad_token_id`.
-    configs.addFilter(is_error := lambda record: record.levelno >= logging.ERROR)  # an own filter for each thread
+    configs.addFilter(is_error := lambda record: record.levelno >= logging.ERROR)  # a separate filter for each thread
     try:
         yield
     finally:

@@ -54,9 +54,9 @@ class Policy(Displayable, LanguageModel):
         _check_value_head(value_head)
         super().__init__(model, None)
         self.chat = chat
-        if chat.reader is not None:  # the template's placeholder may be another token than that of the features
+        if chat.reader is not None:  # the template may use another placeholder than the model
             self.placeholders = (chat.reader.token_id, getattr(model.config, "image_token_id", chat.reader.token_id))
-        # Tokens added for other modalities may be outside of the model's vocabulary, because text never contains them.
+        # Tokens added for other modalities may be outside the model's vocabulary, because text never contains them.
         used = (chat.tokenizer.vocab_size - 1, *chat.stop_ids, *chat.encode(chat.template.opening()))
         if max(used) >= self.vocab_size:
             raise PolicyError(
@@ -80,7 +80,8 @@ class Policy(Displayable, LanguageModel):
             self.value_head = value_head or None
         # Number of optimizer steps that `ppo_step` has taken on these weights.
         self.version = version
-        # Held during weight updates and forward passes of an engine, so that no sample sees a partial update.
+        # Lock held during weight updates and forward passes of an engine, so that no sample uses partly updated
+        # weights.
         self.lock = threading.Lock()
         # Fingerprint of the initial weights of each run, keyed by folder, to identify the run if a cell is rerun.
         self.run_fingerprints: dict[str, str] = {}
@@ -112,20 +113,21 @@ class Policy(Displayable, LanguageModel):
         A vision model becomes a vision policy if the files of its image processor are in the same place.
 
         Args:
-            path: Folder of a model, hub name, GGUF file or a folder with one, "smollm2" for the model that
-                `scripts/install smollm2` adds, or folder of a training run, of which the last checkpoint is loaded.
-                The weights of a GGUF file are converted to `dtype`.
+            path: Folder of a model, hub name, GGUF file or a folder with one, folder of a training run (whose last
+                checkpoint is loaded), or "smollm2" for the model that `scripts/install smollm2` adds. The weights of a
+                GGUF file are converted to `dtype`.
             value_head: True adds a value head to the policy's decoder, and "separate" to a copy of it (see `Critic`).
             lora: Rank of a LoRA adapter, or options of `peft.LoraConfig`. By default, the adapter covers all linear
                 layers except those of a vision tower, which `{"r": 16, "vision": True}` includes. The model is frozen
-                and only the adapter is trained; `reference()` then returns the base model. Not for folders of adapters.
+                and only the adapter is trained; `reference()` then returns the base model. Must be None for the folder
+                of an adapter.
             device: Device of the model, such as "cuda:1" or "mps"; by default CUDA if available, otherwise the CPU.
             dtype: Torch dtype or its name; "auto" uses the dtype of the files.
-            format: Format of tool calls; see `Chat`. "auto" uses that of a saved policy.
-            history: Handling of chat templates that rewrite earlier turns; see `Chat`. None uses that of a saved
+            format: Format of tool calls; see `Chat`. "auto" uses the format of a saved policy.
+            history: Handling of chat templates that rewrite earlier turns; see `Chat`. None uses the setting of a saved
                 policy, or "exact".
-            options: Variables for the chat template, such as {"enable_thinking": False}. None uses those of a saved
-                policy.
+            options: Variables for the chat template, such as {"enable_thinking": False}. None uses the variables of a
+                saved policy.
             **model_kwargs: Further arguments of `from_pretrained` in transformers, such as `attn_implementation`,
                 `revision` or `device_map` (instead of `device`). Code in the folder is run only if
                 `trust_remote_code=True`; there is no interactive prompt.
@@ -144,7 +146,7 @@ class Policy(Displayable, LanguageModel):
         folder = policy_folder(path)
         path = str(folder.resolve()) if folder.exists() else str(path)  # adapters record the path of their base model
         meta = read_json(folder / "policy.json")
-        # If damaged, transformers would ignore it and its end tokens.
+        # Transformers would ignore a damaged file without a warning, and thus its end tokens.
         read_json(folder / "generation_config.json")
         # If the folder contains an adapter, its config names the base model to load.
         weights = path
@@ -210,7 +212,7 @@ class Policy(Displayable, LanguageModel):
         from safetensors.torch import save_file
 
         meta = {"format": self.chat.format.name, "version": self.version, "chat": self.chat.settings()}
-        description = json.dumps(meta, indent=1) + "\n"  # may raise, so do it before any file is written
+        description = json.dumps(meta, indent=1) + "\n"  # may raise, so encode it before any file is written
         folder.mkdir(parents=True, exist_ok=True)
         with self.lock, without_output(), warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Could not find a config file")  # a base model that is a GGUF file
@@ -254,7 +256,7 @@ class Policy(Displayable, LanguageModel):
 
     @cached_property
     def image_obstacle(self) -> str:
-        """Reason why the policy reads no images, or "" if a trial with images gives the logits of the model."""
+        """Reason why the policy cannot read images, or "" if a trial with images gives the logits of the model."""
         if self.chat.reader is None:
             return "its chat has no image processor"
         from agentfly_kit.policy.vision import find_obstacle
@@ -305,7 +307,7 @@ class Policy(Displayable, LanguageModel):
 
         Args:
             state: The weights.
-            version: Number of optimizer steps that they have taken; None keeps the version of this policy.
+            version: Number of optimizer steps taken on these weights; None keeps the version of this policy.
 
         Raises:
             PolicyError: If names or shapes do not match this model.
@@ -349,7 +351,7 @@ class Policy(Displayable, LanguageModel):
 
 
 class _FrozenBase(Policy):
-    """Frozen base model of a policy with an adapter, with which it shares its weights and lock."""
+    """Frozen base model of a policy with an adapter. It shares the weights and the lock of this policy."""
 
     def __init__(self, policy: Policy) -> None:
         self.__dict__.update(policy.__dict__, value_head=None, run_fingerprints={})

@@ -39,11 +39,11 @@ def build_prefix_trees(keys: Tensor, lengths: list[int], *, scale: float, max_to
         return []
     count = np.array(lengths)
     columns = np.arange(keys.shape[1])
-    # Pad with 0, so that a row is sorted before the rows of which it is a prefix.
+    # Pad with 0, so that a row is sorted before the rows that begin with it.
     padded = np.where(columns < count[:, None], keys.cpu().numpy() + 1, 0)
     texts = [row.tobytes() for row in padded.astype(">i8")]  # big-endian bytes sort like keys
     order = sorted(range(len(texts)), key=texts.__getitem__)
-    # After sorting, no earlier row shares a longer prefix with a row than the previous one.
+    # After sorting, the previous row shares at least as long a prefix with a row as any earlier row.
     differs = padded[order[1:]] != padded[order[:-1]]
     common_lengths = np.where(differs.any(1), differs.argmax(1), count[order[1:]])
     max_tokens = min(max_tokens, _MAX_TREE_TOKENS)
@@ -63,7 +63,7 @@ def build_prefix_trees(keys: Tensor, lengths: list[int], *, scale: float, max_to
 
 @dataclass(frozen=True)
 class PackedTrees:
-    """P prefix trees, padded on the right to W tokens, with a map from the tokens of B rows to those of the trees."""
+    """P prefix trees, padded on the right to W tokens, with a map from tokens of B rows to tokens of the trees."""
 
     ids: Tensor  # (P, W)
     positions: Tensor  # (P, W): position of each token within its rows

@@ -24,7 +24,7 @@ from agentfly_kit.policy.value_head import VALUE_HEAD_PREFIX, Critic
 if TYPE_CHECKING:
     from agentfly_kit.policy.policy import Policy
 else:
-    # Python changes the class of a policy only to one with the same first base.
+    # Python allows a policy's class to change only to a class with the same first base.
     Policy = Displayable
 
 
@@ -43,7 +43,7 @@ def shard(policy: Policy, accelerator: Any) -> Policy:
             f"a sharded policy must have float32 weights, got {other.pop()}; load it with dtype='float32', and use "
             "PPOConfig(autocast='bfloat16') for speed"
         )
-    # The policy stores the results of these trials and the sizes, which cannot be computed from sharded weights.
+    # Run these trials and compute the sizes now, because neither is possible with sharded weights.
     policy.check_head()
     _ = policy._sharing_obstacle, policy.size, policy.vocab_size
     mesh = init_device_mesh(policy.device.type, (accelerator.num_processes,))
@@ -78,7 +78,7 @@ def _subclass(mixin: type, base: type) -> Any:
 
 
 class ShardedPolicy(Policy):
-    """Policy of which each process holds a part of every weight. All processes must call its methods together."""
+    """Policy whose weights are sharded over processes. All processes must call its methods together."""
 
     # --- forward passes ---
 
@@ -112,7 +112,7 @@ class ShardedPolicy(Policy):
         raise PolicyError("hidden() is not available for a sharded policy; use forward(..., layers=)")
 
     def micro_batches(self, batch: Any, rows: Tensor | None = None, micro_tokens: int | None = None) -> list[Tensor]:
-        """Split rows as `Policy.micro_batches`, and append empty parts up to the largest number of a process."""
+        """Split rows as `Policy.micro_batches` does, and add empty parts until all processes have the same number."""
         parts = super().micro_batches(batch, rows, micro_tokens)
         counts = self.accelerator.gather(torch.tensor([len(parts)], device=self.device))
         return parts + [torch.empty(0, dtype=torch.long)] * (int(counts.max()) - len(parts))
@@ -120,7 +120,7 @@ class ShardedPolicy(Policy):
     # --- weights ---
 
     def gathered(self) -> Policy:
-        """Return a policy that saves the whole weights. They are in the main process; the others have no weights."""
+        """Return a policy that saves the full weights. Only the main process receives them."""
         state = super()._full_state()
         ties = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
         found: dict[Any, Tensor] = {}  # tied weights are gathered once
@@ -135,11 +135,11 @@ class ShardedPolicy(Policy):
         return policy  # type: ignore[no-any-return]
 
     def state(self) -> dict[str, Tensor]:
-        """Return the whole weights, on the CPU, in the main process, and an empty dict in the others."""
+        """Return the full weights on the CPU in the main process, and an empty dict in other processes."""
         return self.gathered().state()
 
     def load_state(self, state: dict[str, Tensor], version: int | None = None) -> None:
-        """Load whole weights, which each process must pass."""
+        """Load full weights. Each process must pass all of them."""
         own = super()._full_state()
         super().load_state({name: _part(v, own.get(name)) for name, v in state.items()}, version)
 
@@ -149,7 +149,7 @@ class ShardedPolicy(Policy):
         return digest[0]
 
     def save(self, path: str | Path) -> Path:
-        """Save the whole weights as `Policy.save` does, in the main process."""
+        """Save the full weights in the main process, as `Policy.save` does."""
         policy = self.gathered()
         try:
             return policy.save(path) if self.accelerator.is_main_process else Path(path)
@@ -188,7 +188,7 @@ class _GatheredPolicy(Policy):
 
 
 def gather(policy: Any, optimizer: torch.optim.Optimizer) -> tuple[Policy, Any]:
-    """Return a policy and an optimizer that can be saved, with the whole weights and moments in the main process."""
+    """Return a policy and an optimizer that can be saved, with the full weights and moments in the main process."""
     saved = optimizer.state_dict()
     moments: dict[int, dict[str, Tensor]] = {}
     for i, values in saved["state"].items():
@@ -202,7 +202,7 @@ def gather(policy: Any, optimizer: torch.optim.Optimizer) -> tuple[Policy, Any]:
 
 
 def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return this process's part of the state of an optimizer with whole moments."""
+    """Return this process's part of an optimizer state that contains full moments."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     parts = {i: {k: _part(v, parameters[i]) for k, v in values.items()} for i, values in state["state"].items()}
     return {**state, "state": parts}
@@ -213,7 +213,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def _part(whole: Tensor, like: Tensor | None) -> Tensor:
-    """Return this process's part of a tensor that is sharded as another one of the same shape."""
+    """Return this process's part of the tensor `whole`, sharded in the same way as `like`."""
     if not isinstance(like, DTensor) or whole.shape != like.shape:
         return whole
     # With src_data_rank=None, each process takes its part without communication.

@@ -61,10 +61,10 @@ def sharing_obstacle(decoder: Any, vocab_size: int) -> str:
     is_token = torch.arange(10) < torch.tensor(lengths)[:, None]
     packed = PackedTrees.build(build_prefix_trees(ids, lengths, scale=1e9, max_tokens=100), ids, lengths)
     try:
-        # Disable autocast, which the caller may have enabled and whose errors exceed the tolerance for float32.
+        # Disable autocast if the caller enabled it, because its errors exceed the tolerance for float32.
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             separate, shared = hidden_states(decoder, ids, None)[0], hidden_states(decoder, ids, packed)[0]
             same = agree(separate[is_token], shared.flatten(0, 1)[packed.token_index][is_token])
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
         return f"a trial raised {type(error).__name__}: {error}"
-    return "" if same else "a trial gave other hidden states than separate rows"
+    return "" if same else "a trial gave hidden states that differ from those of separate rows"

@@ -28,7 +28,7 @@ class RowImages:
     """Features of the images in B rows of T tokens.
 
     Attributes:
-        features: Features of the distinct images, (F, d), and those of DeepStack, (F, d) each.
+        features: Features of the distinct images, (F, d), and features of DeepStack, (F, d) each.
         index: Index into the features for each placeholder, (B, T); -1 at other tokens.
         positions: Rotary positions, (3, B, T), for models with positions in three dimensions, otherwise None.
     """
@@ -79,14 +79,14 @@ def row_images(
         policy: The policy.
         ids: Token ids, (B, T).
         images: Spans of images in each of the B rows.
-        known: Features that have been computed with the current weights, keyed by digest. New ones are added, which are
-            computed for one image at a time. With None, images of the same shape are computed together.
+        known: Features that have been computed with the current weights, keyed by digest. Features of other images are
+            computed one image at a time and added. If None, images of the same shape are computed together.
 
     Raises:
-        PolicyError: If the policy reads no images, or the placeholders are not those of its processor.
+        PolicyError: If the policy cannot read images, or the placeholders do not match its processor.
     """
     if policy.image_obstacle:
-        raise PolicyError(f"{policy!r} reads no images: {policy.image_obstacle}")
+        raise PolicyError(f"{policy!r} cannot read images: {policy.image_obstacle}")
     return _row_images(policy, ids, images, known)
 
 
@@ -107,7 +107,7 @@ def _row_images(
         for image, start, length in spans:
             key = image.digest
             if key not in known:
-                # Together with other images, sums might be rounded differently.
+                # Compute one image at a time, because in a batch sums might be rounded differently.
                 known |= _features({key: image}, policy)
             size = len(known[key][0])
             if key not in starts:
@@ -117,7 +117,7 @@ def _row_images(
             at = start + (ids[row, start : start + length] == policy.placeholders[-1]).nonzero()[:, 0]
             if len(at) != size:
                 raise PolicyError(
-                    f"an image must have {size} placeholders, as many as features, got {len(at)}; its ids were made "
+                    f"an image must have {size} placeholders, one per feature, got {len(at)}; the ids were made "
                     "with another image processor"
                 )
             index[row, at] = torch.arange(starts[key], starts[key] + size, device=ids.device)
@@ -169,7 +169,7 @@ def _positions(policy: Any, ids: Tensor, shown: Tensor, images: Sequence[Image])
 
 
 def find_obstacle(policy: Any) -> str:
-    """Return the reason why a policy reads no images, or "" if a trial gives the logits of the model's own forward.
+    """Return the reason why a policy cannot read images, or "" if a trial gives the logits of the model's forward pass.
 
     The model's forward pass may, for example, let the placeholders of an image attend to each other in both directions.
     """
@@ -177,13 +177,13 @@ def find_obstacle(policy: Any) -> str:
     if not hasattr(model, "get_image_features"):
         return f"{type(model).__name__} has no vision tower"
     try:
-        # Disable autocast, whose errors exceed the tolerance for float32.
+        # Disable autocast, because its errors exceed the tolerance for float32.
         with torch.no_grad(), torch.autocast(policy.device.type, enabled=False):
             expected, got = _trial(policy)
     except Exception as error:  # models differ in their arguments
         return f"a trial raised {type(error).__name__}: {error}"
     if not agree(expected, got):
-        return "a trial gave other logits than the model's own forward pass"
+        return "a trial gave logits that differ from the model's own forward pass"
     return "a trial gave the same logits for two images" if agree(got[0], got[1]) else ""
 
 

@@ -23,7 +23,7 @@ from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Message, Task, ToolCall, Turn, normalize_messages, text_of
 
-# What each shipped policy reads and does.
+# Descriptions of the prompts and tools of each shipped policy.
 _TASKS = {
     "calculator": "arithmetic questions, with the tool calculator",
     "alfworld": "a task in a household, with one tool per action",
@@ -109,7 +109,8 @@ def tokenizer(words: Sequence[str] = ()) -> Any:
     )
     bpe.train_from_iterator(_CORPUS, trainer)
     bpe.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in specials])
-    # As in Qwen's tokenizer, these tags are not special tokens, because servers remove those from generated text.
+    # As in Qwen's tokenizer, these tags are not special tokens, because servers remove special tokens from generated
+    # text.
     bpe.add_tokens([AddedToken(text, special=False, normalized=False) for text in tags])
     bpe.add_tokens(
         [AddedToken(text, special=False, normalized=False, single_word=text[0].isalnum()) for text in words]
@@ -181,11 +182,11 @@ def demonstration(
     tools: Sequence[dict[str, Any]] = (),
     observations: dict[Any, tuple[int, ...]] | None = None,
 ) -> Trajectory:
-    """Encode a conversation as a trajectory. The assistant's messages become actions with `author="script"`.
+    """Encode a conversation as a trajectory. Assistant messages become actions with `author="script"`.
 
     Args:
         chat: Chat of the policy.
-        messages: The conversation, which ends with a message from the assistant or the result of a tool call.
+        messages: The conversation. It must end with an assistant message or the result of a tool call.
         tools: JSON schemas of the tools in the prompt.
         observations: Cache of encoded observations. Pass the same dict for conversations with the same chat and tools.
     """
@@ -240,34 +241,36 @@ def learner(
 
     The result of a tool call is a message such as {"role": "tool", "name": "guess", "content": "higher"}.
 
-    Such a policy learns fixed associations, to copy a word, and to choose among the behaviors in the demonstrations. It
-    hardly learns to compare two words, to count or to search: after 400 updates on perfect searches for a good on six
-    shelves, it found half of the goods. Before training it further, compare its success with that of a random agent.
+    Such a policy learns fixed associations, copying of words, and choosing among the behaviors in the demonstrations.
+    It hardly learns to compare two words, to count or to search: after 400 updates on perfect searches for an item on
+    six shelves, it found half of the items. Before training it further, compare its success with the success of a
+    random agent.
 
-    With conversations of 70 tokens and the default batch, 150 updates took 14 s, and the default of 300 takes twice as
-    long: CPU time by `time.process_time`, with one thread on an otherwise idle core of an AMD EPYC. The time is about
-    proportional to the number of tokens. While it runs, a line shows the loss and the time left; the final loss and the
-    seconds remain.
+    With conversations of 70 tokens and the default batch, 150 updates took 14 s of CPU time (`time.process_time`) with
+    one thread on an otherwise idle core of an AMD EPYC, and the default of 300 takes twice as long. The time is about
+    proportional to the number of tokens. During training, a line shows the loss and the time left; afterwards, it shows
+    the final loss and the duration.
 
-    To choose `steps`, double it until the final loss falls by less than a tenth. What is left is due to the choices in
-    the demonstrations. More updates then cost only time, because all demonstrations are new. Too few leave invalid
-    calls. The guessing game of the README had final losses of 0.37, 0.160 and 0.158 after 40, 120 and 240 updates, and
-    32, 2 and 0 % of the calls were invalid. The bus station of notebook 00 had 0.45, 0.089, 0.047 and 0.046 after 40,
-    80, 160 and 320 updates, and 61, 22, 4 and 0 % were.
+    To choose `steps`, double it until the final loss falls by less than a tenth. The remaining loss is due to the
+    choices in the demonstrations. More updates then cost only time, because all demonstrations are new. With too few
+    updates, some calls are invalid. The guessing game of the README had final losses of 0.37, 0.160 and 0.158 after 40,
+    120 and 240 updates, and 32, 2 and 0 % of the calls were invalid. The bus station of notebook 00 had final losses of
+    0.45, 0.089, 0.047 and 0.046 after 40, 80, 160 and 320 updates, and 61, 22, 4 and 0 % of the calls were invalid.
 
     Args:
         words: words that get one token each; see `tokenizer`. They should include the words of the demonstrations.
         demonstrate: function that takes a random number generator and returns the messages of one conversation.
-            The assistant's messages are imitated.
+            Assistant messages are imitated.
         tools: tools, functions, or JSON schemas that the prompt shows.
-        steps: number of updates; see above. Copying, such as a result into an answer, is often learned only after 100.
+        steps: number of updates; see above. Copying, for example of a result into an answer, is often learned only
+            after 100 updates.
         batch: demonstrations per update.
         lr: highest learning rate.
         seed: seed of the weights and of the random number generator.
 
     Raises:
-        SettingsError: if `lr` is not a positive finite number, or a conversation is invalid, has no message of the
-            assistant, or calls a tool that is not in `tools` or has no such parameter.
+        SettingsError: if `lr` is not a positive finite number, or a conversation is invalid, has no assistant message,
+            or calls a tool that is not in `tools` or has no such parameter.
     """
     given = [*tools]
     schemas = given if given and isinstance(given[0], dict) else [*ToolSet(given).schemas]
@@ -284,7 +287,7 @@ def learner(
 
 
 def _check_demonstration(messages: Sequence[Message], schemas: Sequence[dict[str, Any]]) -> Sequence[Message]:
-    """Return the normalized messages if the assistant takes part and, if there are tools, calls only those."""
+    """Return the normalized messages. Raise SettingsError if no assistant message or an unknown tool is found."""
     messages = normalize_messages(messages, "demonstrate", answered=True)
     if all(message["role"] != "assistant" for message in messages):
         raise SettingsError("demonstrate must return at least one message with the role 'assistant', got none")
@@ -339,7 +342,7 @@ def policy(name: str = "calculator", *, value_head: bool = False) -> Policy:
 
 
 def list() -> Any:
-    """Return a DataFrame with one row per shipped policy: what it reads and does, and the first of its test tasks."""
+    """Return a DataFrame with one row per shipped policy: its description and the first of its test tasks."""
     import pandas
 
     # The tasks of the vision policies are generated, which requires Pillow.

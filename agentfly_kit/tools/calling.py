@@ -1,4 +1,4 @@
-"""Calling user functions (tools, rewards and `reset` methods) with time limits, returning exceptions as values."""
+"""Calls of user functions (tools, rewards and `reset` methods) with time limits. Exceptions are returned as values."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from agentfly_kit._async.pending_call import cancelling, maybe_await, warn_or_lo
 from agentfly_kit.tools.inspection import underlying
 from agentfly_kit.types import Failure
 
-# If a coroutine function blocks the event loop for longer than this, a warning is issued.
+# Number of seconds for which a coroutine function may block the event loop without a warning.
 _BLOCKING_SECONDS = 0.25
 
 
@@ -46,10 +46,10 @@ async def call_user_function(
     """Call a user function and return its result or exception. KeyboardInterrupt and cancellation propagate.
 
     A coroutine function runs on the event loop and is cancelled after the timeout. If it blocks the event loop, a
-    warning names it, and the time does not count towards the limits of other calls. Any other function runs in a daemon
-    thread, which blocks neither other chains nor process exit, and is abandoned after the timeout. `convert` is applied
-    to the return value; exceptions that it raises are treated like those of `function`. Sandboxes used by a cancelled
-    or timed-out call are replaced when they are released, because the call may still change them.
+    warning is issued, and the time does not count towards the limits of other calls. Any other function runs in a
+    daemon thread, which blocks neither other chains nor process exit, and is abandoned after the timeout. `convert` is
+    applied to the return value; exceptions that it raises are treated like those of `function`. Sandboxes used by a
+    cancelled or timed-out call are replaced when they are released, because the call may still change them.
     """
     start, begun = time.perf_counter(), limits.now()
     value: Any = None
@@ -105,8 +105,8 @@ async def call_user_function(
 def _blocking_message(function: Callable[..., Any]) -> str:
     name = getattr(underlying(function), "__qualname__", repr(function))
     return (
-        f"{name} blocked the event loop for more than {_BLOCKING_SECONDS:g} s, and with it all other chains; define it "
-        "with `def`, so that it runs in a thread, or use `await asyncio.to_thread(...)` for what takes long"
+        f"{name} blocked the event loop and all other chains for more than {_BLOCKING_SECONDS:g} s; define it "
+        "with `def`, so that it runs in a thread, or use `await asyncio.to_thread(...)` for the slow part"
     )
 
 

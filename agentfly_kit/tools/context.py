@@ -1,4 +1,4 @@
-"""`Context`, through which tools and rewards access the task, turn, state and sandboxes of their chain.
+"""The `Context` that tools and rewards use to access the task, turn, state and sandboxes of their chain.
 
 A context leases sandboxes from the agent's pools and releases them when the chain ends. For single calls,
 `temporary_context` creates a context with temporary pools.
@@ -127,11 +127,11 @@ class Context(Displayable):
                 f"the chain {self.trajectory_id!r} ended while it waited for a {sandbox_type.__name__}"
             )
         if acquiring.exception() is not None and self._leases.get(pool) is acquiring:
-            del self._leases[pool]  # let the next request retry
+            del self._leases[pool]  # so that the next request tries again
         lease = acquiring.result()
         self.check()
         if lease.turn != self.turn:
-            lease.turn = self.turn  # for the pool's snapshot
+            lease.turn = self.turn  # shown in the pool's snapshot
         return lease
 
     async def _acquire(self, pool: Pool[Any]) -> Any:
@@ -197,7 +197,8 @@ class Context(Displayable):
         """Return a context for a new chain, with copies of `state` and `fields` and forks of the held sandboxes.
 
         Raises:
-            SandboxError: if a held sandbox has no `fork`, or `state` cannot be copied. Nothing is leased in this case.
+            SandboxError: if a held sandbox has no method `fork`, or `state` cannot be copied. Nothing is leased in this
+                case.
             PoolTimeout: if no sandbox becomes free in time. With queue=False, also if the fork would have to wait for
                 another chain to release one.
         """
@@ -225,7 +226,7 @@ class Context(Displayable):
             ) from error
         twin.fields._own = copy.deepcopy(self.fields._own)
         twin.reset_results = dict(self.reset_results)
-        # Only the leases acquired here must not wait.
+        # The leases acquired here must not wait in the queue; later leases may.
         if not queue:
             twin._acquire_options = {"queue": False}
         try:
@@ -288,7 +289,7 @@ async def temporary_context(
             own.append(Pool(sandbox_type, size=1))
     context = Context(task, trajectory_id=f"try {task.id}", pools=[*given, *own])
     try:
-        # Do not run in the threads of the sandboxes of a tool that makes this call.
+        # If a tool makes this call, do not run in the threads of its sandboxes.
         with threads.using():
             yield context
     finally:

@@ -16,7 +16,7 @@ from agentfly_kit.tools.context import Context
 from agentfly_kit.tools.inspection import current_definition, function_fingerprint, source_of, type_hints, underlying
 from agentfly_kit.types import Task
 
-# Names by which reward functions of other libraries refer to the final answer.
+# Names that reward functions of other libraries use for the final answer.
 _NAMES_OF_FINAL = (
     "prediction",
     "predicted",
@@ -70,7 +70,8 @@ def injection(annotation: Any) -> Injection | None:
 
 
 class InjectedFunction(Generic[P, R]):
-    """Base class of `Tool` and `Reward`: a user function with injected arguments. Instances can be called like it.
+    """Base class of `Tool` and `Reward`: a user function with injected arguments. Instances can be called like the
+    function.
 
     Attributes:
         function: The decorated function.
@@ -96,8 +97,8 @@ class InjectedFunction(Generic[P, R]):
         """Determine which parameters of the function are injected.
 
         A parameter whose annotation requests an injection is always injected. If `injected_names` is given, all other
-        parameters are injected too: those listed receive the value with the same name, and the rest a task field. With
-        `open_arguments`, the function may accept `**arguments`, because a schema defines the names and types.
+        parameters are injected too: listed parameters receive the value of the same name, and all others a task field.
+        With `open_arguments`, the function may accept `**arguments`, because a schema defines the names and types.
         """
         shown = getattr(function, "__qualname__", repr(function))
         if isinstance(function, InjectedFunction):
@@ -111,7 +112,7 @@ class InjectedFunction(Generic[P, R]):
         if not inspect.isfunction(plain):
             stateful = inspect.isclass(function) or own_name
             remedy = (
-                "af.envs.agent(Class, ...) makes tools of the methods of a class" if stateful else "use a wrapper"
+                "af.envs.agent(Class, ...) turns the methods of a class into tools" if stateful else "use a wrapper"
             )
             raise self.error_type(f"a {self.kind} must be a function defined with `def`, got {shown}; {remedy}")
         if inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain):
@@ -209,7 +210,7 @@ class InjectedFunction(Generic[P, R]):
         return tuple(dict.fromkeys(i.sandbox_type for i in self._hidden.values() if i.source == "sandbox"))
 
     def redefined(self) -> bool:
-        """Return True if the function has been redefined since with different code, for example in a notebook."""
+        """Return True if the function has since been redefined with different code, for example in a notebook."""
         now = current_definition(self.function)
         return (
             isinstance(now, InjectedFunction)
@@ -237,7 +238,7 @@ class InjectedFunction(Generic[P, R]):
                 if self._parameters[name].annotation is str and isinstance(value, int | float):
                     raise TaskError(
                         f"{self.kind} {self.name}: the field {name!r} of task {task.id!r} must be a str, as annotated, "
-                        f"got {value!r}, which equals no text; make the tasks with str(...), or change the annotation"
+                        f"got {value!r}; use str(...) when you create the tasks, or change the annotation"
                     )
 
     @asynccontextmanager
@@ -300,7 +301,7 @@ class FunctionSet(Sequence[F]):
         return tuple(dict.fromkeys(sandbox_type for f in self for sandbox_type in f.sandbox_types))
 
     def redefined(self) -> tuple[str, ...]:
-        """Return the names of functions that have been redefined since. The set still contains the old definitions."""
+        """Return the names of functions that have since been redefined. The set still contains the old definitions."""
         return tuple(f.name for f in self if f.redefined())
 
     def check(self, tasks: Sequence[Task]) -> None:

@@ -60,7 +60,7 @@ def code_of(function: Callable[..., Any]) -> str:
     """Return a string that changes only with the code of a function: its source without comments and docstrings.
 
     Functions of this package are represented by their names, so that runs can be continued with a newer version. Source
-    that cannot be parsed on its own, such as that of some lambdas, is returned unchanged.
+    that cannot be parsed on its own, such as the source of some lambdas, is returned unchanged.
     """
     plain = underlying(function)
     if _is_of_package(plain):
@@ -83,9 +83,9 @@ def _is_of_package(function: Any) -> bool:
 def function_fingerprint(function: Callable[..., Any], *more: str) -> str:
     """Return a hash (16 hex digits) of a function's code, the constants and user functions that it uses, and `more`.
 
-    User functions are those defined in the module of `function` or outside installed packages. Constants and arguments
-    of a `functools.partial` are included only if they are immutable (numbers, strings, tuples), because lists, dicts
-    and objects may hold state.
+    User functions are functions defined in the module of `function` or outside installed packages. Constants and
+    arguments of a `functools.partial` are included only if they are immutable (numbers, strings, tuples), because
+    lists, dicts and objects may hold state.
     """
     if isinstance(function, functools.partial):
         fixed = (function.args, tuple(sorted(function.keywords.items())))
@@ -94,7 +94,7 @@ def function_fingerprint(function: Callable[..., Any], *more: str) -> str:
 
 
 def class_source(cls: type) -> str:
-    """Return the code of a class and its bases: their methods, with the functions and constants that these use.
+    """Return the code of a class and its bases: their methods, and the functions and constants that the methods use.
 
     Classes that are not user-defined are represented by their names.
     """

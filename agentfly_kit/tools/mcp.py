@@ -17,7 +17,7 @@ from agentfly_kit.pool.pool import Pool
 from agentfly_kit.tools.tool import Tool, ToolSet
 from agentfly_kit.types import ToolResult
 
-# Maximum number of pages in a server's list of tools, so that an endless list raises an error.
+# Maximum number of pages in a server's list of tools. An endless list raises an error.
 _PAGES = 100
 
 
@@ -46,7 +46,7 @@ async def mcp(
     and size, except for images with `images=True`. If the server reports an error, the model sees the error message. If
     the connection is lost, the chain is left unscored.
 
-    A server started by a command runs outside of any sandbox with the permissions of this process, and its descriptions
+    A server started by a command runs outside any sandbox with the permissions of this process, and its descriptions
     and results become part of the prompts. Use only servers that you trust like an installed package. Requests from the
     server, for example to sample from the model, are refused.
 
@@ -54,11 +54,11 @@ async def mcp(
         server: URL of a server (streamable HTTP), command that starts a server (stdio) as a string or a list of
             arguments, or another object that `mcp.Client` accepts.
         sessions: Size of a pool from which each chain leases its own session. Pass this pool to the agent:
-            `Agent(tools=tools, pools=[tools.pool])`. With 0, all chains share one session.
+            `Agent(tools=tools, pools=[tools.pool])`. If 0, all chains share one session.
         timeout: time limit in seconds for connecting and for each call.
         max_chars: maximum length of an observation in characters, or None.
-        images: whether images in results are shown to the model. The engine must read images, or the chain ends with an
-            error.
+        images: whether images in results are shown to the model. With an engine that cannot read images, the chain then
+            ends with an error.
 
     Raises:
         SettingsError: if the package `mcp` is not installed.
@@ -90,7 +90,7 @@ async def mcp(
 
 
 def _connector(server: Any) -> tuple[Callable[[Any], Any], str]:
-    """Return (connect, name). `connect(errors)` creates the argument of `mcp.Client`; stderr is written to `errors`."""
+    """Return (connect, name). `connect(errors)` creates the argument of `mcp.Client` and sends stderr to `errors`."""
     try:
         from mcp import StdioServerParameters, stdio_client
     except ImportError as error:
@@ -106,7 +106,7 @@ def _connector(server: Any) -> tuple[Callable[[Any], Any], str]:
 
 
 class _Session:
-    """Connection to an MCP server, opened and closed in a separate asyncio task, because one task must do both."""
+    """Connection to an MCP server. A separate asyncio task opens and closes it, because one task must do both."""
 
     def __init__(self, connect: Callable[[Any], Any], label: str, timeout: float, images: bool) -> None:
         self._connect, self._label, self._timeout, self._images = connect, label, timeout, images
@@ -252,7 +252,7 @@ def _tool(listed: Any, session: Any, timeout: float, max_chars: int | None) -> T
 def _text(result: Any, images: int) -> str:
     """Return the content of a result as text. Structured content is used only if there is nothing else.
 
-    If the model sees the `images` images of the result, the text states their places.
+    `images` is the number of images that the model sees. The text marks their positions.
     """
     parts, numbers = [], iter(range(1, images + 1))
     for block in result.content:

@@ -21,7 +21,7 @@ from agentfly_kit.types import ToolResult, is_image
 def to_result(value: Any) -> ToolResult:
     """Convert the return value of a tool to a ToolResult. Data URLs are replaced with descriptions.
 
-    An image, or a list that contains images besides text, is converted to the images of the result.
+    An image, or a list that contains images, is converted to a result with images.
     """
     if isinstance(value, SandboxResult):
         return ToolResult(value.ok, value.text, truncated=value.truncated)
@@ -30,7 +30,7 @@ def to_result(value: Any) -> ToolResult:
         images = [part for part in parts if is_image(part)]
         if len(images) > _MAX_IMAGES:
             raise ValueError(f"a tool must return at most {_MAX_IMAGES} images, got {len(images)}")
-        # The images follow the text, which therefore states their places.
+        # The images follow the text, so markers in the text show where they belong.
         count = itertools.count(1)
         texts = [f"[image {next(count)}]" if is_image(part) else to_text(part) for part in parts]
         return ToolResult(True, "\n".join(texts) if len(images) < len(parts) else "", images=tuple(images))
@@ -43,7 +43,7 @@ def to_result(value: Any) -> ToolResult:
 
 
 _MAX_IMAGES = 16
-# Base64 data in a result, such as an image, which would fill the prompt. Short data may be text for the model to read.
+# Base64 data in a result, such as an image, would fill the prompt. Short data is kept, because it may be text.
 _DATA_URL = re.compile(r"data:(\w+)(/[\w.+-]+)(?:;[\w=.+-]+)*;base64,([\w+/-]{64,}=*)")
 _IMAGE = re.compile(rb"(?P<png>\x89PNG)|(?P<jpeg>\xff\xd8\xff)|(?P<gif>GIF8)|(?P<webp>RIFF....WEBP)", re.DOTALL)
 _ANY: TypeAdapter[Any] = TypeAdapter(Any)
@@ -54,7 +54,7 @@ def _describe_url(url: re.Match[str]) -> str:
 
 
 def _describe_bytes(value: Any) -> Any:
-    """Replace bytes, including those in lists and dicts, with the decoded text or, if not UTF-8, a description."""
+    """Replace bytes, also in lists and dicts, with the decoded text or, if they are not UTF-8, with a description."""
     if isinstance(value, dict):
         return {key: _describe_bytes(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

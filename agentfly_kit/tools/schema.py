@@ -39,7 +39,7 @@ class Parameter(NamedTuple):
 
 
 class Arguments:
-    """Visible parameters of the function `owner`. Generates their JSON schema and validates JSON values.
+    """Visible parameters of the function `owner`. This class generates their JSON schema and validates JSON values.
 
     A description in an annotation takes precedence over one in the docstring. With `optional`, parameters do not need a
     description. If `schema` is given, it is used unchanged.

@@ -18,7 +18,8 @@ MAX_SOURCE = 64_000
 _PLAIN: dict[str, Any] = {
     "str": str, "int": int, "float": float, "bool": bool, "list": list, "dict": dict, "Any": Any,
 }  # fmt: skip
-# Program that calls the tool in the sandbox. Its only global name is `_call_tool`, so the model's variables are kept.
+# Program that calls the tool in the sandbox. It defines only the global name `_call_tool`, so the model's variables are
+# kept.
 _PROGRAM = """\
 def _call_tool():
     import __future__, json
@@ -57,11 +58,12 @@ def parse_source(source: str, timeout: float = 10.0) -> Written:
         raise ToolSchemaError(f"line {error.lineno}: {error.msg}") from None
     except (ValueError, RecursionError, MemoryError) as error:
         raise ToolSchemaError(f"source must be Python code, got {type(error).__name__}: {error}") from None
-    # Other statements would be executed when the function is defined in the sandbox, outside of the call.
+    # Other statements would be executed when the function is defined in the sandbox, outside the call.
     for node in body:
         if not isinstance(node, ast.FunctionDef):
             raise _error(
-                node, "source must be one function defined with `def`, without other statements; move imports into it"
+                node,
+                "source must be one function defined with `def`, without other statements; put imports inside it",
             )
     if len(body) != 1:
         where = body[1] if body else ast.Pass(lineno=1)

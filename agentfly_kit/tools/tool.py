@@ -75,7 +75,8 @@ class Tool(Displayable, InjectedFunction[P, R]):
                 "choose another name: @af.tool(name=...)"
             )
         plain = underlying(self.function)
-        # If `__call__` has no docstring, use that of the class. `getdoc` would return the one of `type.__call__`.
+        # If `__call__` has no docstring, use the class docstring. `getdoc` would return the docstring of
+        # `type.__call__`.
         is_object = plain.__name__ == "__call__" and not plain.__doc__
         own = inspect.getdoc(type(getattr(self.function, "__self__", None)) if is_object else plain)
         documentation, documented = parse_docstring(own, self.name)
@@ -109,7 +110,8 @@ class Tool(Displayable, InjectedFunction[P, R]):
             schema: JSON schema of the arguments, or {"type": "function", "function": {...}} as in a request.
             call: callable that receives the arguments by name. Parameters annotated with a sandbox class,
                 `FromTask[...]` or `Context` are injected.
-            description: description shown to the model; by default that of the schema, or the docstring of `call`.
+            description: description shown to the model; by default the description in the schema, or the docstring of
+                `call`.
             timeout: time limit for one call in seconds, or None.
             max_chars: maximum length of the observation in characters, or None.
 
@@ -196,7 +198,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
 
     @property
     def content(self) -> tuple[str, int | None]:
-        """Fingerprint and, for a bound method, `id()` of the instance, which `ToolSet.__eq__` compares."""
+        """Fingerprint and, for a bound method, `id()` of the instance, for comparison in `ToolSet.__eq__`."""
         instance = self._instance if self._instance is not None else getattr(self.function, "__self__", None)
         return self.fingerprint, None if instance is None else id(instance)
 
@@ -318,7 +320,7 @@ def tool(
         timeout: time limit for one call of the function in seconds, or None.
         max_chars: maximum length of the observation in characters, or None.
         describe: "required", or "optional" to allow missing descriptions of the function and its parameters.
-        description: description shown to the model; by default that of the docstring.
+        description: description shown to the model; by default the description in the docstring.
 
     Raises:
         ToolSchemaError: if no schema can be generated. The error message names the function and the parameter.
@@ -402,7 +404,7 @@ class ToolSet(Displayable, FunctionSet[Tool[..., Any]]):
             return await self.call(call, context)
 
     def add(self, tool: Tool[..., Any] | Callable[..., Any]) -> ToolSet:
-        """Return a set with `tool` added at the end. Its name must not occur in this set."""
+        """Return a set with `tool` added at the end. The name of the tool must not occur in this set."""
         return ToolSet([*self, tool])
 
     def revise(self, tool: Tool[..., Any] | Callable[..., Any]) -> ToolSet:

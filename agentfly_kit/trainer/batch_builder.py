@@ -31,7 +31,7 @@ from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
 
 
 class Scorer(Protocol):
-    """Processes that score batches: a `WorkerGroup`, or those of `af.ray.learner`."""
+    """Processes that score batches: a `WorkerGroup`, or the processes of `af.ray.learner`."""
 
     def score(self, policy: Policy, batch: Batch, what: ScoreName, micro_tokens: int | None) -> Tensor: ...
 
@@ -64,7 +64,7 @@ class BatchBuilder:
                 rollout = Rollout.from_trajectories(_with_rewards(rollout.trajectories), rollout.seconds)
             if name == "none":
                 rollout = rollout.sum_turn_rewards()
-            elif name == "gdpo":  # the metrics include rewards per turn, but not those that tools return
+            elif name == "gdpo":  # the metrics include turn rewards except those returned by tools
                 turns = [t.replace(turns=with_turn_rewards(t.turns, {})) for t in rollout.trajectories]
                 rollout = Rollout.from_trajectories(turns, rollout.seconds)
             if name != "gigpo":
@@ -191,7 +191,7 @@ class BatchBuilder:
 
 
 async def distilled(batch: Batch, teacher: Policy | Engine, config: TrainConfig) -> Batch:
-    """Add advantages for on-policy distillation, multiplied by `config.teacher_coef`, to those of the batch."""
+    """Add the advantages of on-policy distillation, multiplied by `config.teacher_coef`, to the batch's advantages."""
     if isinstance(teacher, Policy):
         score = functools.partial(teacher.score, batch, {"logprob"}, micro_tokens=config.micro_tokens)
         scored = (await run_in_thread(score))["logprob"]
@@ -211,7 +211,7 @@ async def distilled(batch: Batch, teacher: Policy | Engine, config: TrainConfig)
 
 
 def check_teacher(teacher: Policy | Engine | None, agent: AgentSettings, policy: Policy, config: TrainConfig) -> None:
-    """Raise SettingsError if the teacher cannot score the policy's chains. Engines are checked when the run starts."""
+    """Raise SettingsError if the teacher cannot score the policy's chains. Teacher engines are checked later."""
     if (teacher is not None) != (config.teacher_coef > 0):
         raise SettingsError(
             "teacher= requires TrainConfig(teacher_coef=) above 0, and vice versa, got "

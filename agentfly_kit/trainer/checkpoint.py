@@ -29,8 +29,8 @@ class LoopState:
 def save(run: Run, policy: Policy, optimizer: torch.optim.Optimizer, loop: LoopState) -> None:
     """Save a checkpoint. Prefetched chains are omitted if their tasks cannot be saved as JSON.
 
-    The weights are written by `Policy.save`. Those that cannot be restored exactly from these files (adapters, and
-    weights that transformers converts when saving) are also stored in `state.pt`.
+    The weights are written by `Policy.save`. Weights that cannot be restored exactly from these files (adapters, and
+    weights that transformers converts when it saves them) are also stored in `state.pt`.
     """
     with run.new_checkpoint() as folder:
         policy.save(folder)
@@ -101,8 +101,8 @@ def _saved_weights(policy: Policy, folder: Path) -> dict[str, torch.Tensor]:
         found |= {f"value_head.{name}": tensor for name, tensor in load_file(file).items()}
     by_storage: dict[Any, list[str]] = defaultdict(list)
     for name, tensor in Policy.state(policy).items():
-        tensor = getattr(tensor, "_local_tensor", tensor)  # if it is sharded
-        if tensor.numel():  # empty tensors have the same address
+        tensor = getattr(tensor, "_local_tensor", tensor)  # local part of a sharded tensor
+        if tensor.numel():  # all empty tensors have the same address
             by_storage[tensor.device, tensor.data_ptr(), tensor.shape, tensor.stride()].append(name)
     for names in by_storage.values():
         for name in names:
@@ -119,7 +119,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def save_reference(run: Run, reference: Policy) -> None:
-    """Save the reference policy of a run. Must be called before the first checkpoint is written."""
+    """Save the reference policy of a run. Call this before the first checkpoint is written."""
     file = run.path / "reference.pt"
     try:
         torch.save(reference.state(), file)

@@ -19,7 +19,7 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
     turn_rewards = [r.name for r in agent.reward if r.weight and r.per == "turn"]
     turn_rewards += [f"the steps of {pool.name}" for pool in agent.pools if hasattr(pool.sandbox_type, "_wraps")]
     requirements = [
-        # Settings that need a missing argument, and arguments that no setting uses.
+        # Reject settings that need a missing argument, and arguments that no setting uses.
         (
             config.advantage != "gae" or policy.value_head is not None,
             "advantage='gae' needs a value head; load the policy with value_head=True",
@@ -62,7 +62,7 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
             policy.accelerator is None or not hasattr(agent.engine, "policy"),
             f"the agent's engine must not sample from a sharded policy in this process, got {agent.engine!r}",
         ),
-        # Budgets, folders, refills and servers cannot be shared by several processes.
+        # Several processes cannot share a budget, a temporary folder, refills or a server.
         (
             not several or sampler.rollout_workers is None,
             f"workers must be None with {workers.size} processes, each of which runs its own chains",
@@ -91,7 +91,7 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
 
 
 def check_splits(tasks: Any) -> None:
-    """Raise TaskError if tasks contain the split "train" and others."""
+    """Raise TaskError if the tasks contain the split "train" and other splits."""
     splits = getattr(tasks, "splits", {})
     if "train" in splits and len(splits) > 1:
         counts = " and ".join(f"{count} {name}" for name, count in splits.items())

@@ -32,7 +32,7 @@ _WHITENED_ESTIMATORS = ("gae", "reinforce_plus_plus", "reinforce_plus_plus_basel
 TOKEN_ESTIMATORS = (*_WHITENED_ESTIMATORS, "optimal_token_baseline")
 # Estimators that use turn rewards ("gdpo" uses them as metrics), and "none", which uses no rewards.
 SEE_TURN_REWARDS = (*TOKEN_ESTIMATORS, "gigpo", "gdpo", "none")
-# Estimators that compare the chains of a group, so that a single chain would have advantage 0.
+# Estimators that compare the chains of a group. They give a single chain the advantage 0.
 GROUP_ESTIMATORS = (
     *OUTCOME_ESTIMATORS, *TURN_ESTIMATORS, "opo", "gdpo", "reinforce_plus_plus_baseline", "optimal_token_baseline",
 )  # fmt: skip
@@ -59,17 +59,18 @@ class TrainConfig(PPOConfig):
         steps: Number of iterations of the run.
         tasks_per_step: Number of tasks sampled in each iteration.
         group_size: Number of chains sampled for each task, which form a group.
-        branch: Settings for sampling each group as a tree; see `af.Branch`. With None, chains are independent.
+        branch: Settings for sampling each group as a tree; see `af.Branch`. If None, chains are independent.
         advantage: Advantage estimator: "grpo", "dr_grpo", "rloo", "gpg", "grpo_passk", "maxrl", "opo", "gdpo", "remax",
             "gigpo", "arpo", "gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "optimal_token_baseline", or
             the function with one of these names in `af.advantages`. Any other function must map rewards (N,) and groups
             (N,) to advantages of shape (N,), or (N, K) for one advantage per sampled turn (see `turn_data`). "gae"
             requires a policy with a value head, and "gdpo" an agent with several rewards. "remax" runs an additional
-            greedy chain for each task. "none" sets all advantages to 0, to train with `teacher_coef` only.
+            greedy chain for each task. "none" sets all advantages to 0, for training with `teacher_coef` only.
         attribution: How "arpo" credits turns that several chains have in common: "soft", "hard" or "inverse_branching";
             see `af.advantages.arpo`.
         teacher_coef: Coefficient of on-policy distillation. This multiple of log p(teacher) - log p(sampler) is added
-            to the advantage of each token, to reduce the reverse KL to the `teacher=` of `train`. 0 disables it.
+            to the advantage of each token, to reduce the reverse KL to the `teacher=` of `train`. 0 disables
+            distillation.
         advantage_per: How outcome estimators count a chain that has several rows: as one member of its group
             ("trajectory"), or as one member per row ("row").
         sum_turn_rewards: Whether to add the turn rewards of a chain to its reward. By default, a run with turn rewards
@@ -83,12 +84,13 @@ class TrainConfig(PPOConfig):
         whiten: Whether to normalize token-level advantages to mean 0 and standard deviation 1 over the sampled tokens
             of the batch, for "gae", "reinforce_plus_plus" and "reinforce_plus_plus_baseline".
         difficulty: Name of a task field, or function of a task, that gives the task's difficulty as a number. In each
-            pass over the tasks, they are sorted by increasing difficulty, and tasks of equal difficulty are shuffled.
-            None shuffles all tasks.
+            pass, tasks are sorted by increasing difficulty, and tasks of equal difficulty are shuffled. None shuffles
+            all tasks.
         lr: Learning rate in the first iteration. The learning rate of a value head is ten times as high.
         lr_end: Learning rate in the last iteration; the rate changes linearly in between. None keeps `lr` throughout.
-        lr_warmup: Number of first iterations in which the learning rate is lower and rises linearly. AdamW's first
-            updates are as large as the learning rate however uncertain the gradient is, which can harm an adapter.
+        lr_warmup: Number of iterations at the start in which the learning rate is lower and rises linearly. Without
+            warmup, AdamW's first updates are as large as the learning rate even if the gradient is uncertain, which can
+            harm an adapter.
         kl_target: Target KL divergence from the reference policy, in nats per token. The KL coefficient starts at
             `kl_coef` and is adapted after each iteration; see `af.losses.adaptive_kl_coef`. None keeps it fixed.
         kl_horizon: Number of trajectories over which `kl_target` adapts the coefficient.
@@ -106,7 +108,8 @@ class TrainConfig(PPOConfig):
             remaining chain, until `tasks_per_step` groups remain (dynamic sampling, as in DAPO).
         truncated: How to treat chains that were truncated by a limit. "score" trains on them like any other chain;
             "mask" excludes their rows after computing advantages; "penalty" subtracts `truncated_penalty` from their
-            reward; "bootstrap", with advantage="gae", adds the value of the state at the cut to their return.
+            reward; "bootstrap", with advantage="gae", adds the value of the state in which they were cut to their
+            return.
         truncated_penalty: Amount subtracted from the reward with truncated="penalty".
         max_concurrency: Maximum number of chains that run concurrently, in training and in evaluation.
         budget: Limits shared by all chains of an iteration. Chains that cannot start within these limits are skipped.
@@ -201,7 +204,7 @@ class TrainConfig(PPOConfig):
             raise SettingsError(f"authors must be a name, a tuple of names, or None for all, got {self.authors!r}")
         if not isinstance(self.difficulty, str | None):
             check_accepts("difficulty", self.difficulty, "task")
-        # Combinations in which a setting would be ignored or an estimator would lack its inputs.
+        # Reject combinations in which a setting would be ignored or an estimator would lack its inputs.
         name = self.advantage
         shaped = self.kl_in == "reward" and self.kl_coef > 0
         whole = (*_EXTENDED_ESTIMATORS, *TURN_ESTIMATORS, *TOKEN_ESTIMATORS)

@@ -1,4 +1,4 @@
-"""Fingerprints, which identify training runs by settings, tasks, source code and initial weights."""
+"""Fingerprints that identify training runs by settings, tasks, source code and initial weights."""
 
 from __future__ import annotations
 
@@ -61,11 +61,11 @@ def _options(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value if isinstance(value, plain) else describe(value) for name, value in values.items()}
 
 
-# Settings of the agent that are recorded even if they have their defaults. The others are recorded only if they differ
-# from them, so that a new setting does not prevent earlier runs from being continued.
+# Settings of the agent that are always recorded. Other settings are recorded only if they differ from their defaults,
+# so that earlier runs can be continued after a new setting was added to the library.
 _ALWAYS = ("system", "max_turns", "max_tokens", "max_tool_calls", "max_invalid_calls", "timeout", "sampling", "seed")
 _HOOKS = ("before_chain", "before_turn", "after_observation", "on_context_full", "group_reward")
-# Settings of the agent that are recorded in another form, and those that do not affect training.
+# Settings of the agent that are recorded in another form, and settings that do not affect training.
 _OTHER = (
     "engine", "chat", "tools", "reward", "pools", "nudge", "max_nudges", *_HOOKS,
     "name", "max_concurrent_requests", "after_chain", "watch",
@@ -136,14 +136,14 @@ _EXTENDABLE = ("steps", "lr", "lr_end")
 
 
 def identity(fingerprint: Mapping[str, Any], *, without: tuple[str, ...] = ()) -> dict[str, Any]:
-    """Return the part of a fingerprint that must be equal to continue a run, without some settings of the config."""
+    """Return the part of a fingerprint that must be equal to continue a run, except config settings in `without`."""
     left_out = {*_OPERATIONAL, *without}
     config = {name: value for name, value in fingerprint.get("config", {}).items() if name not in left_out}
     return {**fingerprint, "config": config}
 
 
 def adds_iterations(known: Mapping[str, Any], wanted: Mapping[str, Any], done: int) -> bool:
-    """Return whether `wanted` differs from a run with `done` recorded steps only by further iterations and their lr."""
+    """Return True if `wanted` differs from a run with `done` recorded steps only by more iterations and their lr."""
     same = identity(known, without=_EXTENDABLE) == identity(wanted, without=_EXTENDABLE)
     return same and wanted["config"]["steps"] > known["config"]["steps"] == done
 
@@ -155,7 +155,7 @@ def _teacher(teacher: Policy | Engine) -> str:
 
 
 def without_code(fingerprint: Any) -> Any:
-    """Return a fingerprint without the code of its functions and classes, of which version 0.2 hashed the comments."""
+    """Return a fingerprint without the code of functions and classes, because version 0.2 also hashed comments."""
     if isinstance(fingerprint, list):
         return [without_code(item) for item in fingerprint]
     if isinstance(fingerprint, dict):
@@ -172,7 +172,7 @@ def differences(known: Any, wanted: Any, path: str = "") -> list[str]:
         for key in sorted({*known, *wanted}):
             where = f"{path}.{key}" if path else key
             if key == "fingerprint" and known.get("source") != wanted.get("source"):
-                continue  # the change of the source says it
+                continue  # shown by the difference in the source
             if key not in known:
                 out.append(f"  {where}: not in the folder's run, now {_shortened(wanted[key])}")
             elif key not in wanted:

@@ -1,4 +1,4 @@
-"""The training loop, which samples rollouts, computes advantages, updates the policy, and records metrics.
+"""The training loop: sampling of rollouts, advantages, updates of the policy, and records of metrics.
 
 Each iteration appends a line to `steps.jsonl`. A checkpoint is written every `checkpoint_every` iterations. After an
 interrupt or a crash, calling `train` with the same arguments continues from the last checkpoint.
@@ -71,7 +71,7 @@ def train(
     workers: GroupWorkers | None = None,
     learner: UpdateProcesses | None = None,
 ) -> TrainRun:
-    """Create a training run, which starts when it is awaited or iterated: `await run` or `async for step in run`.
+    """Create a training run. It starts with `await run` or `async for step in run`.
 
     Args:
         agent: Agent that samples the chains with `policy`. It needs a reward unless advantage="none".
@@ -84,16 +84,17 @@ def train(
             temporary folder.
         eval_tasks: Tasks to evaluate every `config.evaluate_every` iterations; this setting must be above 0.
         resume: Whether to continue a run in the folder. False discards its contents and starts from scratch.
-        progress: Whether to show a progress bar that remains. For curves, display `widgets.TrainView(run)` first.
+        progress: Whether to show a progress bar, which stays visible. For curves, display `widgets.TrainView(run)`.
         accelerator: An accelerate.Accelerator with several processes, each of which must make the same call. The tasks
             of an iteration and the rows of an update are distributed over the processes. All processes must have access
-            to the folder. Results equal those of one process up to rounding. None uses that of a sharded policy.
+            to the folder. Results equal those of one process up to rounding. By default, the accelerator of a sharded
+            policy is used.
         teacher: Model to distill from, with the vocabulary of `policy`: a `Policy`, a `VLLMEngine`, or an
             `OpenAIEngine` connected to a vLLM server. It is not trained. See `config.teacher_coef`.
-        reference: Reference policy for the KL penalty, such as one after imitation. None uses `policy.reference()`.
-        workers: Processes that run the rollouts and evaluations, created by `af.ray.workers`, or None for this process.
-            The records are the same in both cases.
-        learner: Processes that update the policy, created by `af.ray.learner`, or None for this process.
+        reference: Reference policy for the KL penalty, such as one after imitation; `policy.reference()` by default.
+        workers: Processes created by `af.ray.workers` for rollouts and evaluations. None runs them in this process. The
+            records are the same in both cases.
+        learner: Processes created by `af.ray.learner` that update the policy. None updates it in this process.
 
     Returns:
         A handle for the run. In each record, `metric_<name>` is the mean of a metric over the scored chains, and
@@ -238,7 +239,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         warning is issued and the run continues without it. With several processes, only the main process sends records.
 
         Raises:
-            SettingsError: If a tracker is neither of these, or was already added.
+            SettingsError: If an argument is not a tracker, or was already added.
         """
         if self._workers.is_main:
             self._trackers.add(trackers)
@@ -310,7 +311,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._check_identity()  # functions may have changed since `train` was called
         self._check_not_iterating()
         loop = self._loop = object()
-        outcome, self.error = "stopped", None  # also applies if the caller's loop ends with `break`
+        outcome, self.error = "stopped", None  # also the outcome if the caller's loop ends with `break`
         try:
             while (step := await self._next_step()) is not None:
                 yield step
@@ -341,7 +342,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
         self._check_not_iterating()
         self.iterating = True
         try:
-            if not await self._workers.run_on_main(self.run.lock.acquire, self):  # another run has continued it
+            if not await self._workers.run_on_main(self.run.lock.acquire, self):  # another handle continued it
                 self.run.reload()
                 self._prepared = False
             if not self._prepared:
@@ -393,7 +394,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
             )
         await workers.run_on_main(self.run.truncate, self._state.steps)
         if not workers.is_main:
-            self.run.reload()  # now, because the main process may write the next record at any time
+            self.run.reload()  # reload now, because the main process may write the next record at any time
         self._steps_yielded = min(self._steps_yielded, self._state.steps)
         self.resumed_from = self._saved_steps = self._state.steps
         self._prepared = True

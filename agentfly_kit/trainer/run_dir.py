@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 KeepPolicies: TypeAlias = Literal["last", "best", "all"]
 
 _FORMAT = "agentfly_kit.run"
-# Up to version 2, written by 0.2, fingerprints depended on comments, docstrings and the source of this package.
+# Before version 3, fingerprints depended on comments, docstrings and the source of this package.
 _VERSION = 3
 
 
@@ -59,8 +59,8 @@ class Run(Displayable):
     def check(self, fingerprint: dict[str, Any], *, resume: bool) -> bool:
         """Return True if `resume` is True and the folder contains a run to continue.
 
-        It must have this fingerprint, except that settings such as `checkpoint_every` may differ, and that a complete
-        run may be continued with more steps and another learning rate.
+        The run must have this fingerprint, but settings such as `checkpoint_every` may differ, and a complete run may
+        be continued with more steps and another learning rate.
 
         Raises:
             RunMismatch: If the folder contains a different run and `resume` is True. The message lists the differences.
@@ -140,8 +140,8 @@ class Run(Displayable):
                 changes["first_step"] = before
             if about.get("version", 0) < _VERSION:
                 warn_or_log(
-                    f"{self.path} was written by agentfly_kit 0.2, which identified functions in another way: changes "
-                    "to its functions since then are not detected"
+                    f"{self.path} was written by agentfly_kit 0.2, which identified functions differently, so changes "
+                    "to functions since then are not detected"
                 )
                 changes["version"] = _VERSION
             if changes:
@@ -177,11 +177,11 @@ class Run(Displayable):
 
     @property
     def first_step(self) -> int:
-        """Number of steps before iterations were last added. The schedule of the learning rate begins there."""
+        """Number of steps before iterations were last added. The learning rate schedule begins after these steps."""
         return int(self._read_about().get("first_step", 0))
 
     def _own_files(self) -> set[Path]:
-        """Return the lock file and temporary files left behind by a process that was killed during `claim`."""
+        """Return the lock file, and the temporary files of processes that were killed during `claim`."""
         return {*self.path.glob(".run.json.*.tmp"), *self.path.glob(LOCK_FILE)}
 
     def reload(self) -> None:
@@ -303,13 +303,14 @@ class Run(Displayable):
     # --- policies ---
 
     def policy(self, step: int | None = None, *, best: bool = False, **options: Any) -> Policy:
-        """Load the policy as it was after a step; by default that of the last checkpoint.
+        """Load the policy as it was after a step, by default the step of the last checkpoint.
 
         `TrainConfig(keep=)` determines which policies are kept besides the last two checkpoints.
 
         Args:
             step: The step, counted from 1; 0 is the initial policy.
-            best: Whether to load the policy with the highest success in an evaluation, or the earliest of several.
+            best: Whether to load the policy with the highest success in an evaluation (the earliest if several are
+                equal).
             **options: Further arguments of `Policy.load`, such as `value_head` and `device`.
 
         Raises:
@@ -327,7 +328,7 @@ class Run(Displayable):
         return Policy.load(kept[step], **options)
 
     def keep_policy(self, step: int, policy: Policy, which: KeepPolicies) -> None:
-        """Save the policy after the last recorded step, `step`, if `which` requires it, without the optimizer state.
+        """Save the policy after `step`, the last recorded step, if `which` requires it. No optimizer state is saved.
 
         With "best", the policy of the previous best step is replaced.
         """
@@ -384,7 +385,7 @@ def _best_step(records: Sequence[Mapping[str, Any]]) -> int | None:
 def describe_success(records: Sequence[Mapping[str, Any]]) -> str:
     """Return the part of a repr such as ", success 0.281 (step 1) -> 0.992 (step 24)", or "" if none was recorded.
 
-    If there are several evaluations, it shows the first and the last of these instead.
+    If there are several evaluations, the success of the first and the last one is shown instead.
     """
     for name, label in (("eval_success", "evaluated success"), ("success", "success")):
         shown = [f"{r[name]:.3f} (step {r['step']})" for r in records if isinstance(r.get(name), int | float)]

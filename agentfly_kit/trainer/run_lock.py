@@ -50,7 +50,7 @@ class RunLock:
     """Lock for the folder of a run. Also detects whether another run has changed the folder.
 
     The operating system releases the lock if the process dies. On Windows and on file systems without locks, other
-    processes are not prevented from training.
+    processes are not prevented from training in the folder.
     """
 
     def __init__(self, path: Path) -> None:
@@ -60,17 +60,18 @@ class RunLock:
     def acquire(self, trainer: Trainer) -> bool:
         """Acquire the lock, so that no other process can train in the folder until `release` is called.
 
-        Within this process, the lock can be taken over while its trainer is not iterating.
+        Within this process, another trainer can take over the lock while the current one is not iterating.
 
         Returns:
-            False if the lock was newly acquired and the folder has changed since `mark_read`, so it must be read again.
+            False if the folder must be read again, because the lock was newly acquired and the folder has changed since
+            `mark_read`.
 
         Raises:
             RunError: If another run is training in the folder.
         """
         key = self.path.resolve()
         if fcntl is None or (self._seen is not None and not self.path.is_dir()):
-            return True  # a folder that was deleted is not created again
+            return True  # do not create a deleted folder again
         held = _held.get(key)
         other = None if held is None else held.trainer()
         if other is trainer:
@@ -116,7 +117,7 @@ class RunLock:
             os.close(held.file)
 
     def mark_read(self) -> None:
-        """Record the current state of the folder, with which the next `acquire` compares it."""
+        """Record the current state of the folder, for comparison by the next call of `acquire`."""
         self._seen = self._state()
 
     def _state(self) -> object:

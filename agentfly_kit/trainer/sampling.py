@@ -55,10 +55,10 @@ class RolloutSampler:
         self.task_sampler = TaskSampler(tasks, config.tasks_per_step, config.seed, config.difficulty)
         self.handle: RolloutHandle | None = None
         self.latest: tuple[int, RolloutHandle] | None = None
-        # Agent whose engine has a copy of the weights, so that an update does not affect it.
+        # Agent whose engine has a copy of the weights, so that updates do not affect its samples.
         self._prefetch_agent: Agent | None = None
         self._paused = False
-        # The most recently started rollout, including evaluations and greedy rollouts.
+        # The most recently started rollout, which may be an evaluation or a greedy rollout.
         self._started: RolloutHandle | None = None
 
     @functools.cached_property
@@ -83,7 +83,7 @@ class RolloutSampler:
         return [rollout for rollout in (self.handle, self._started) if rollout is not None]
 
     def _pausable(self, agent: Agent, **changes: Any) -> Agent:
-        """Return a copy of an agent, whose rollouts are paused and resumed together with the run."""
+        """Return a copy of the agent that pauses and resumes its rollouts together with the run."""
 
         def watch(rollout: RolloutHandle) -> None:
             self._started = rollout
@@ -165,7 +165,7 @@ class RolloutSampler:
         return await evaluate(self._pausable(self.agent), tasks, max_concurrency=limit, workers=workers)
 
     async def _gather(self, index: int, sampling: Awaitable[Rollout]) -> Rollout:
-        """Collect the chains of an iteration from all processes, in task order. If one process fails, all raise."""
+        """Collect the chains of an iteration from all processes, in task order. If one fails, all raise errors."""
         if self.workers.is_single:
             return await sampling
         mine, failed = None, None
@@ -175,13 +175,13 @@ class RolloutSampler:
             failed = error
         parts = await self.workers.all_gather_or_raise(mine, failed)
         rollout = _joined(parts, max(part.seconds for part in parts))
-        # Order the groups by id, because groups that did not run because of a budget are missing.
+        # Order the groups by id. Groups that did not run because of a budget are missing.
         ids = group_ids(self.task_sampler.sample(index), index, "train")
         places = {id: place for place, id in enumerate(ids)}
         return dataclasses.replace(rollout, groups=tuple(sorted(rollout.groups, key=lambda group: places[group.id])))
 
     async def start_prefetch(self, index: int) -> asyncio.Task[Rollout] | None:
-        """Start sampling the chains of an iteration with the current weights, which later updates do not affect.
+        """Start sampling the chains of an iteration with the current weights. Later updates do not affect the samples.
 
         Return None if `config.overlap` is 0, or if the run ends before this iteration.
         """
@@ -209,9 +209,9 @@ class RolloutSampler:
         """Wait for the prefetched chains. If prefetching failed, warn and return None."""
         try:
             return await self._gather(index, prefetched)
-        except Exception as error:  # keep the completed step
+        except Exception as error:  # do not lose the completed step
             warnings.warn(
-                f"the chains of step {index + 1}, sampled ahead, failed ({type(error).__name__}: {error}); they are "
+                f"sampling the chains of step {index + 1} ahead failed ({type(error).__name__}: {error}); they are "
                 "sampled again",
                 stacklevel=2,
             )

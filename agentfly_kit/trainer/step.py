@@ -1,4 +1,4 @@
-"""`TrainStep`, the result of a training step, with the record of its metrics and warnings based on this record."""
+"""Results of training steps (`TrainStep`), records of their metrics, and warnings based on these records."""
 
 from __future__ import annotations
 
@@ -70,9 +70,9 @@ def make_record(
 ) -> dict[str, float]:
     """Create the record of an iteration. Statistics of the update that are not finite are omitted.
 
-    `success_se` is the standard error of the success rate over groups, at least that of independent chains. It is
-    omitted if tasks are sorted by difficulty, because steps cannot be compared then. `equal_groups` is the fraction of
-    groups whose chains have equal rewards.
+    `success_se` is the standard error of the success rate over groups, but at least the standard error for independent
+    chains. It is omitted if tasks are sorted by difficulty, because then steps cannot be compared. `equal_groups` is
+    the fraction of groups whose chains have equal rewards.
     """
     record: dict[str, float] = {"step": step}
     record |= {k: v for k, v in rollout.summary().items() if k != "seconds"}
@@ -114,7 +114,7 @@ def warn_about_step(
         warnings.warn(
             f"step {record['step']}: {collapse}. Try a smaller lr than {config.lr:g} or a lower max_kl (now "
             f"{config.max_kl}), in a new run that starts from good weights: run.policy(step=...) "
-            "loads those that were kept",
+            "loads kept weights",
             stacklevel=3,
         )
 

@@ -1,4 +1,4 @@
-"""Trackers, which copy the records of a training run to another tool."""
+"""Trackers, objects that copy the records of a training run to another tool."""
 
 from __future__ import annotations
 

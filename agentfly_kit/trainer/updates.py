@@ -36,7 +36,7 @@ class UpdateProcesses(Scorer, Protocol):
         """Send the weights of the policy to the processes, which create a new optimizer."""
 
     async def step(self, batch: Batch, config: TrainConfig, *, reference: Policy | None, seed: int) -> Stats:
-        """Update the policy as `ppo_step`."""
+        """Update the policy in the same way as `ppo_step`."""
 
 
 class Updater:
@@ -89,7 +89,7 @@ class Updater:
             self.batch_builder.reference = reference = self.reference or policy.reference()
             if self.reference is None and not policy.has_adapter:
                 await workers.run_on_main(checkpoint.save_reference, run, reference)
-        # Save a checkpoint before the first update, to be able to recover from an interrupt during it.
+        # Save a checkpoint before the first update, to be able to recover if the update is interrupted.
         state = LoopState(0, config.kl_coef)
         await workers.run_on_main(checkpoint.save, run, *await self.gather(), state)
         return state
@@ -157,5 +157,5 @@ class Updater:
         first = self._first_step
         now = config.lr + (end - config.lr) * ((index - first) / max(1, config.steps - 1 - first))
         now *= min(1, (index + 1) / (config.lr_warmup + 1))
-        # The learning rate of the value head is a fixed multiple of that of the policy.
+        # The learning rate of the value head is a fixed multiple of the policy's learning rate.
         return [now * group.setdefault("scale", group["lr"] / config.lr) for group in self.optimizer.param_groups]

@@ -116,7 +116,7 @@ def test_check_reports_dropped_thinking() -> None:
     template = QWEN_LIKE.replace("{{- message.content or ''", "{{- (message.content or '').split('</think>')[-1]")
     report = af.chat.check(with_template(template))
     assert (report.thinking, report.exact) == ("dropped", False)
-    assert report.user_messages.startswith("it drops an assistant's thinking")
+    assert report.user_messages.startswith("it drops the thinking of an assistant")
 
 
 # --- a template with strict rules ---

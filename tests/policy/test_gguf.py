@@ -93,7 +93,7 @@ def test_damaged_and_hostile_headers_are_refused_before_anything_is_allocated(tm
         (data[:8] + struct.pack("<Q", 2**40) + data[16:], "too few for 1099511627776 tensors"),
         (data[:16] + struct.pack("<Q", 2**40) + data[24:], "too few for 1099511627776 metadata fields"),
         (data[:start] + struct.pack("<Q", 2**60) + data[start + 8 :], "characters"),
-        (data[: len(data) // 2], "inside of its header|but the file has only"),
+        (data[: len(data) // 2], "inside its header|but the file has only"),
     ]:
         file.write_bytes(damaged)
         errors.check(lambda: af.Policy.load(file), PolicyError, re.compile(message))

@@ -551,7 +551,7 @@ async def test_a_blocked_event_loop_is_charged_only_to_the_call_that_blocks_it()
         time.sleep(3 * limit)  # noqa: ASYNC251
         ended.set()
 
-    with pytest.warns(UserWarning, match=r"blocks blocked the event loop for more than 0.25 s") as warned:
+    with pytest.warns(UserWarning, match=r"blocks blocked the event loop and all other chains for more") as warned:
         *innocent, blocking = await asyncio.gather(waits.try_(), wraps.try_(), asks.try_(), blocks.try_())
     assert [result.observation for result in innocent] == ["", "", ""] and len(warned) == 1
     assert blocking.observation == "blocks took longer than 0.3 s and blocked the event loop."

@@ -57,7 +57,7 @@ test_errors = errors.rejected(
      'silent: the function must have a docstring, for example\n\n    """Return the current time."""'),
     (lambda: af.tool(yields), ToolSchemaError, "a tool must return one result, got the generator yields"),
     (lambda: af.tool(len), ToolSchemaError, "a tool must be a function defined with `def`, got len; use a"),
-    (lambda: af.tool(dict), ToolSchemaError, "got dict; af.envs.agent(Class, ...) makes tools"),
+    (lambda: af.tool(dict), ToolSchemaError, "got dict; af.envs.agent(Class, ...) turns"),
     (lambda: af.tool(add), ToolSchemaError, "add is already a tool"),
     (lambda: af.tool(3), ToolSchemaError, "got 3"),
     (lambda: af.tool("text"), ToolSchemaError, "got 'text'"),

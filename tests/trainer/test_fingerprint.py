@@ -154,7 +154,7 @@ async def test_a_run_of_0_2_continues_with_a_warning(module: ModuleType, tmp_pat
     other = SMALL.replace(seed=7)
     errors.check(lambda: start(tmp_path / "run", policy, other, agent=agent), af.RunMismatch, "seed: was 0, now 7")
     run = start(tmp_path / "run", policy, agent=agent)
-    with pytest.warns(UserWarning, match=r"written by agentfly_kit 0\.2, .* changes to its functions"):
+    with pytest.warns(UserWarning, match=r"written by agentfly_kit 0\.2, .* changes to functions"):
         await run
     assert len(run.records) == 4
     replaced = agent.replace(reward=module.decorated)

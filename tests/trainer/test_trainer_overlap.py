@@ -163,7 +163,7 @@ async def test_a_prefetched_rollout_that_fails_is_sampled_again(
 
     monkeypatch.setattr(RolloutSampler, "_sample", failing)
     run = start(tmp_path / "run", learner(), AHEAD)
-    with pytest.warns(UserWarning, match=r"the chains of step 2, sampled ahead, failed \(OSError: the network"):
+    with pytest.warns(UserWarning, match=r"sampling the chains of step 2 ahead failed \(OSError: the network"):
         seen = [step async for step in run]
     assert failed == [1]
     assert [s.record["lag"] > 0 for s in seen] == [False, False, True, True]

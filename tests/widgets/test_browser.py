@@ -457,7 +457,7 @@ def test_pool_view_by_hand_with_keys_while_a_cell_awaits(notebook: Any) -> None:
         """,
     )
     page = nb.run(wait=False)
-    hands = page.locator(".afk-poolview").get_by_role("group", name="By hand")
+    hands = page.locator(".afk-poolview").get_by_role("group", name="Manual control")
     page.locator(".afk-tile.afk-s-leased .afk-owner", has_text="calc-1/0").wait_for()
     hands.get_by_role("button", name="Take").focus()
     page.keyboard.press("Enter")

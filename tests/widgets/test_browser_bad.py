@@ -139,7 +139,7 @@ def test_what_a_model_or_a_tool_wrote_is_never_run(notebook: Any) -> None:
     page.wait_for_timeout(1000)
     assert page.evaluate(INSIDE) == [None, []]
     page.evaluate("() => document.querySelectorAll('.afk-tokens').forEach((x) => x.scrollTo(0, x.scrollHeight))")
-    page.get_by_text("This engine gave text only").first.wait_for()  # rows are drawn when scrolled near
+    page.get_by_text("The engine returned only text").first.wait_for()  # rows are drawn when scrolled near
     page.wait_for_function(
         "() => document.querySelector('.jp-Notebook').innerText.split('<script>window.hacked = 1</script>').length > 21"
     )

@@ -247,7 +247,7 @@ def test_a_kernel_that_dies_during_updates_leaves_the_last_pictures(notebook: An
     )
     page.locator(".jp-Dialog .jp-mod-accept").click()  # "The kernel appears to have died. It will restart."
     for stale in page.locator(".afk-stale").all():
-        stale.get_by_text("this view shows the last state that was sent").wait_for()
+        stale.get_by_text("this view shows the last state that it received").wait_for()
     SCREENSHOTS.mkdir(parents=True, exist_ok=True)
     page.screenshot(path=SCREENSHOTS / f"{nb.path.stem}.png")
     data = [output["data"] for cell in _save(nb).cells for output in cell["outputs"]]

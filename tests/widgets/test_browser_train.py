@@ -178,7 +178,7 @@ def test_two_browsers_show_the_same_state_and_a_click_acts_once(notebook: Any, l
     )
     for button in nb.run().get_by_role("button", name=re.compile("^(Pause|Stop)")).all():
         browser.expect(button).to_be_disabled()
-        browser.expect(button).to_have_attribute("title", "The run has not started: await it in a cell")
+        browser.expect(button).to_have_attribute("title", "The run has not started; await it in a cell")
     nb.execute("training = asyncio.ensure_future(run._wait())")
     nb.page.evaluate(f"async () => {{ {nb._PANEL} await panel.context.save(); }}")
     other = browser.Notebook(lab, nb.path, 1280, 1100)

@@ -57,7 +57,7 @@ async def test_agents_tools_and_handles() -> None:
 
 async def test_a_training_run_shows_its_last_steps(tmp_path: Path) -> None:
     run = started(tmp_path / "run", 2)
-    assert "no step yet" in page(run).text
+    assert "no steps yet" in page(run).text
     await run
     assert "seconds" in page(run).text
     page(af.Run(tmp_path / "run"))

@@ -176,7 +176,7 @@ async def test_a_view_that_is_closed_in_the_middle_leaves_the_run_alone() -> Non
 async def test_a_training_run_shows_the_rollout_of_its_step(tmp_path: Any) -> None:
     run = started(tmp_path / "run", 1000)
     view = w.RolloutView(run)
-    assert repr(view) == "RolloutView(no chain yet)"
+    assert repr(view) == "RolloutView(no chains yet)"
     show(view)
     seen = []
     view.observe(lambda change: seen.append(change["new"]["step"]), "_about")

@@ -165,8 +165,8 @@ def test_compare_says_what_it_could_not_join_and_where_chains_part() -> None:
     changed = dataclasses.replace(a, turns=(*a.turns[:-1], dataclasses.replace(a.turns[-1], ids=(1, 2))))
     view = w.TokenView([a, b], compare=[changed, c])
     notes = " / ".join(view._about["notes"])
-    assert "not in compare: b" in notes and "only in compare, not shown: c" in notes
-    assert "2 tokens of the same trajectory differ" in notes
+    assert "not in the second source: b" in notes and "only in the second source, not shown: c" in notes
+    assert "2 tokens differ between the sources" in notes
     turns = (*a.turns[:3], dataclasses.replace(a.turns[3], ids=(7,) * len(a.turns[3].ids or ())), *a.turns[4:])
     view = w.TokenView(a, compare=dataclasses.replace(a, id="b", turns=turns))
     assert [row["parts"] for row in view._about["rows"]] == [13, 13]
@@ -189,7 +189,7 @@ def test_odd_trajectories_are_shown() -> None:
     unscored = dataclasses.replace(trajectory("unscored"), reward=None)
     view = w.TokenView([text_only, one, empty, unscored], signal="logprob")
     text = check_static(view).text
-    assert all(words in text for words in ("text only", "unscored", "[1]"))
+    assert all(words in text for words in ("only text", "unscored", "[1]"))
 
 
 def test_signals_are_checked() -> None:
@@ -273,5 +273,5 @@ def test_the_kl_to_a_reference_comes_from_the_step_or_from_its_logprobs() -> Non
 def test_5000_tokens_stay_small() -> None:
     rows = [trajectory(f"t-{i}", actions=12, width=20, seed=i) for i in range(18)]
     view = w.TokenView(batch_of(rows), signal="logprob")
-    assert view.tokens > 5000 and "Left out of this static form:" in check_static(view).text
+    assert view.tokens > 5000 and "Left out of this static view:" in check_static(view).text
     assert len(json.dumps(view._about)) < 60_000  # grows with turns and distinct pieces, not with tokens

@@ -22,7 +22,7 @@ from agentfly_kit import widgets as w
 def test_train_view_follows_a_run() -> None:
     run = FakeRun()
     view = w.TrainView(run)
-    assert repr(view) == "TrainView(0 of 20 steps)" and "No step is recorded yet" in check_static(view).text
+    assert repr(view) == "TrainView(0 of 20 steps)" and "No steps have been recorded yet" in check_static(view).text
     for _ in range(5):
         run.step(eval_success=0.5, eval_low=0.4, eval_high=0.6)
     view._repr_mimebundle_()  # displaying the view refreshes it immediately
@@ -200,7 +200,7 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
     shown = view.opened
     await ask(view, "open", {"step": 99, "run": 0})
     assert len(view.selection) == 0 and view.rollout is None
-    assert "not one of" in view._list["note"]
+    assert "does not exist" in view._list["note"]
     assert shown.comm is None  # closed together with the list
     view.refresh()
     low, high = view.to_frame().loc[1, ["success_low", "success_high"]]
@@ -213,4 +213,4 @@ async def test_a_run_is_paused_and_stopped_from_its_view(tmp_path: Path) -> None
     await ask(view, "stop")
     bare = w.TrainView(FakeRun(2))
     assert await bare.open_step(1) is None
-    assert "did not keep its rollouts" in bare._list["note"]
+    assert "did not save its rollouts" in bare._list["note"]

@@ -233,7 +233,7 @@ async def test_every_field_of_a_run_has_a_name_and_metrics_are_drawn_with_their_
     columns = view._buffers["runs"][0]["columns"]
     np.testing.assert_array_equal(unpack(columns["eval_metric_exact"]), np.float32([math.nan, math.nan, 0.5]))
     page = check_static(view)
-    assert "exact (evaluation)" in page.text and "Circles are evaluations" in page.text
+    assert "exact (evaluation)" in page.text and "Circles show evaluations" in page.text
     assert "2 more charts" in page.text  # the gradient norm and the seconds
 
 
@@ -305,7 +305,7 @@ def test_the_static_form_has_the_intervals_and_the_rule_of_success() -> None:
     view = w.TrainView(run)
     page = view._static()
     assert re.search(r"success \(share\) over step 1, last 0\.5 \[0\.38\d+, 0\.61\d+\]\. A chain succeeds if", page)
-    assert "Bands are 95 % intervals" in page
+    assert "Bands show 95 % intervals" in page
     (step,) = re.findall(r'text-anchor="middle" [^>]*>([^<]*)</text>', drawings(view)[0])
     assert step == "1"
     json.dumps(page)

@@ -334,7 +334,7 @@ def test_a_saved_notebook_keeps_its_pictures_alone(tmp_path: Path, monkeypatch: 
         patch.setattr("os.replace", Mock(side_effect=PermissionError(13, "Permission denied")))
         with pytest.raises(PermissionError) as refused:
             w.freeze(file)
-    assert refused.value.__notes__ == [f"{file} is unchanged; copy it to a folder in which you can write"]
+    assert refused.value.__notes__ == [f"{file} is unchanged; copy it to a writable folder"]
     assert file.read_bytes() == before
     file.write_text("{}")
     errors.check(lambda: w.freeze(file), Exception, "Notebook")

@@ -25,7 +25,7 @@ class Parsed:
     """Parsed text of one action.
 
     Attributes:
-        content: Text outside of calls and thinking, without surrounding whitespace.
+        content: Text outside calls and thinking, without surrounding whitespace.
         calls: Calls in order of appearance. A malformed call has `.error`, which is shown to the model.
         thinking: Text inside thinking tags; None if there are no tags, "" if they are empty.
         complaint: Error message for the model if the text ends inside a tool call, otherwise "". The unfinished call
@@ -59,7 +59,7 @@ class Format(ABC):
 
     @abstractmethod
     def parse(self, text: str, tools: Schemas = ()) -> Parsed:
-        """Parse the text of an action. Never raises; malformed calls have `.error`.
+        """Parse the text of an action. This method never raises; malformed calls have `.error`.
 
         Args:
             text: text of the action.

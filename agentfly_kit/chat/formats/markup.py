@@ -200,7 +200,7 @@ class Gemma4(TaggedFormat):
 
 
 def _quote_keys(text: str) -> str:
-    """Convert the parts of a Gemma call outside of strings to JSON: quote keys and replace Python constants."""
+    """Convert the parts of a Gemma call outside strings to JSON: quote keys and replace Python constants."""
 
     def word(found: re.Match[str]) -> str:
         if found.group(2):

@@ -35,7 +35,7 @@ _LLAMA_TAG = "<|python_tag|>"
 
 _MISTRAL = re.compile(r"\[TOOL_CALLS\]")
 _MISTRAL_NAME = re.compile(r"\s*+([^\s\[\]{}]++)\s*+(?:\[CALL_ID\]\s*+([A-Za-z0-9]++)\s*+)?(?:\[ARGS\]\s*+)?(?=\{)")
-# Matches a prefix of `name[ARGS]`, which is what remains of a call that was truncated before its arguments.
+# Matches a prefix of `name[ARGS]`, for calls that were truncated before their arguments.
 _MISTRAL_NAME_PREFIX = re.compile(r"[^\s\[\]{}\"]++(?:\[[A-Z_]*+\]?)?")
 _MISTRAL_ID = re.compile(r"[A-Za-z0-9]{9}")
 _DEEPSEEK = re.compile("<｜tool▁calls▁begin｜>(?:\\s*+<｜tool▁call▁begin｜>)?|<｜tool▁call▁begin｜>")
@@ -144,7 +144,7 @@ class Llama3(Format):
         return Parsed(text[at:].strip(), tuple(calls), thinking)
 
     def render_call(self, call: ToolCall) -> str:
-        """Render the call like Llama's template, but without whitespace."""
+        """Render the call as Llama's template does, but without whitespace."""
         return compact_json({"name": call.name, "parameters": call.arguments})
 
 
@@ -299,5 +299,5 @@ class GptOss(Format):
         return Parsed("\n".join(filter(None, content)), tuple(calls), thoughts, complaint)
 
     def render_call(self, call: ToolCall) -> str:
-        """Render the call like the chat template, but without whitespace in the JSON."""
+        """Render the call as the chat template does, but without whitespace in the JSON."""
         return f" to=functions.{call.name}<|channel|>commentary json<|message|>{compact_json(call.arguments)}<|call|>"

@@ -204,7 +204,7 @@ class Tags(TaggedFormat):
         object.__setattr__(self, "unclosed_error", f"the tag was not closed: write <{self.tag}>...</{self.tag}>")
 
     def _separate(self, text: str, tools: Schemas) -> tuple[str, list[ToolCall], str]:
-        # The first <answer> outside of a call is the content. Text before it is reasoning; text after it is ignored.
+        # The first <answer> outside a call is the content. Text before it is reasoning; text after it is ignored.
         tag = re.escape(self.tag)
         parts = re.compile(rf"<{tag}>.*?(?:</{tag}>|\Z)|<answer>(.*?)(?:</answer>|\Z)", re.DOTALL).finditer(text)
         answer = next((part for part in parts if part.group(1) is not None), None)

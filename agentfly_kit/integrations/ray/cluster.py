@@ -33,7 +33,7 @@ def not_started(what: str, timeout: float, needed: dict[str, Any]) -> SettingsEr
 
     return SettingsError(
         f"{what} did not start within {timeout:g} s; each needs {_resources(needed)}, and the cluster has "
-        f"{_resources(ray.available_resources())} free; earlier workers and learners keep theirs until they are closed"
+        f"{_resources(ray.available_resources())} free; earlier workers and learners keep their resources until closed"
     )
 
 
@@ -51,7 +51,7 @@ def describe_node() -> dict[str, Any]:
 
 
 def check_versions(found: Sequence[dict[str, Any]]) -> None:
-    """Raise SettingsError if a process has another version of the package than this one."""
+    """Raise SettingsError if a process has a different version of the package than this process."""
     for process in found:
         if process["version"] != VERSION:
             raise SettingsError(

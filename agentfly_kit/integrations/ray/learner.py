@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 _TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
 _DEFAULTS = PPOConfig()
-# Time in seconds to wait for the other processes after one has failed. They fail as well, or wait for it for ever.
+# Time in seconds to wait for the other processes after one has failed. They also fail, or wait for the failed process
+# forever.
 _GRACE_SECONDS = 30.0
 
 
@@ -43,11 +44,11 @@ def learner(policy: Policy, n: int, *, lr: float = 3e-4, timeout: float = 600.0,
     """Start `n` processes on the Ray cluster that update `policy`, each with 1/n of the weights and optimizer state.
 
     The policy in this process keeps all weights, in main memory if it was loaded with `device="cpu"`, and receives the
-    new ones after each step, so engines and `policy.save` work as without a learner. Connect to the cluster with
+    new weights after each step, so engines and `policy.save` work as without a learner. Connect to the cluster with
     `ray.init` first.
 
     Args:
-        policy: Policy to update. With several processes, a text policy in float32.
+        policy: Policy to update. With several processes, it must be a text policy in float32.
         n: Number of processes.
         lr: Learning rate of AdamW; `train` uses `config.lr` instead.
         timeout: Time limit for the start of the processes in seconds.
@@ -83,9 +84,9 @@ class Learner(Displayable):
         self.optimizer = _RemoteOptimizer(self)
         self._actors: list[Any] = []
         self._steps = 0
-        # The reference policy, its changes, and its reference in Ray's object store.
+        # The reference policy sent last, how often its weights were changed, and its handle in Ray's object store.
         self._reference: tuple[Policy, list[int], Any] | None = None
-        # Held during each call of the processes, except for cancellations.
+        # Lock held during every call of the processes except cancellations.
         self._lock = threading.RLock()
         self._start()
 
@@ -117,7 +118,7 @@ class Learner(Displayable):
         self._seen = _changes(self.policy)
 
     def close(self) -> None:
-        """End the processes. Idempotent."""
+        """End the processes. Further calls have no effect."""
         import ray
 
         if ray.is_initialized():
@@ -156,9 +157,9 @@ class Learner(Displayable):
             The statistics of the step.
 
         Raises:
-            AgentFlyError: As `ppo_step`.
+            AgentFlyError: For the same reasons as in `ppo_step`.
             SettingsError: If the weights of the policy in this process were changed in place after the last step, or
-                the batch cannot be pickled. Changes of the attribute `data` of a parameter are not noticed.
+                the batch cannot be pickled. Changes of the attribute `data` of a parameter are not detected.
             TrainingError: If a process has failed.
             asyncio.CancelledError: If the call was cancelled. The weights are then those of the last complete update.
         """
@@ -215,7 +216,7 @@ class Learner(Displayable):
             )
 
     def _send(self, reference: Policy | None) -> list[Any] | None:
-        """Return what a process needs to have a reference policy: nothing if it is the policy without its adapter."""
+        """Return a list with the reference to send; [] if it is the policy without its adapter, None if not given."""
         if reference is None:
             return None
         if reference.model is self.policy.model:
@@ -223,7 +224,7 @@ class Learner(Displayable):
         changes = _changes(reference)
         if self._reference is None or self._reference[0] is not reference or self._reference[1] != changes:
             self._reference = reference, changes, _put("the reference policy", reference)
-        return [self._reference[2]]  # in a list, so that Ray does not fetch it for every call
+        return [self._reference[2]]  # in a list, so that Ray does not fetch the policy for every call
 
     @pending_call
     async def reset(self, lr: float | None = None) -> None:
@@ -232,7 +233,7 @@ class Learner(Displayable):
         Processes that have ended are started again.
 
         Args:
-            lr: Learning rate; None keeps that of the last start.
+            lr: Learning rate; None keeps the learning rate of the last start.
         """
         self._lr = lr or self._lr
         await run_in_thread(self._reset, on_cancel=self.close)
@@ -275,7 +276,7 @@ class Learner(Displayable):
                 break
         if not failed:
             return [results[rank] for rank in range(self._size)]
-        # If a process has died, the errors of the others are those of broken connections.
+        # If a process has died, the others report broken connections.
         rank = min(failed, key=lambda rank: isinstance(failed[rank], ray.exceptions.RayTaskError))
         node, failure = self.nodes[rank], getattr(failed[rank], "cause", failed[rank])
         text = str(failure).strip().partition("\n")[0]
@@ -293,7 +294,7 @@ def _changes(policy: Policy) -> list[int]:
 
 
 def _put(what: str, value: Any) -> Any:
-    """Store a value in Ray and return its reference. Raises SettingsError if it cannot be pickled."""
+    """Store a value in Ray and return its reference. Raise SettingsError if it cannot be pickled."""
     import ray
 
     try:
@@ -319,12 +320,12 @@ class _RemoteOptimizer:
         self.param_groups: list[dict[str, Any]] = []
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the whole state of the optimizer."""
+        """Return the full state of the optimizer."""
         with self._learner._lock:
             return self._learner._call("optimizer_state")[0]  # type: ignore[no-any-return]
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the whole state of an optimizer, and the weights of the policy, unless the processes have ended."""
+        """Load the full state of an optimizer, and the weights of the policy, unless the processes have ended."""
         if self._learner._actors:
             self._learner._load(state)
 
@@ -398,7 +399,7 @@ class _Process:
         groups: list[dict[str, Any]],
         options: dict[str, Any],
     ) -> tuple[Any, int, dict[str, Tensor]]:
-        """Return statistics or an error that all processes have raised, the version, and in rank 0 the weights."""
+        """Return the statistics (or an error that all processes raised), the version and, from rank 0, the weights."""
         batch, config = given
         cancel = self._cancelled.setdefault(number, threading.Event())
         for group, settings in zip(self.optimizer.param_groups, groups, strict=True):

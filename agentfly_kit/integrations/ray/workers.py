@@ -43,8 +43,8 @@ def workers(agent: Agent, n: int, *, timeout: float = 300.0, **options: Any) -> 
         agent: The agent. All of its parts must be picklable by Ray, which also pickles functions defined in a notebook.
         n: Number of processes.
         timeout: Time limit for the start of the processes in seconds.
-        options: Ray actor options, such as `num_cpus`, `num_gpus` or `runtime_env`. By default each process
-            takes one CPU, and Ray spreads the processes over the nodes.
+        options: Ray actor options, such as `num_cpus`, `num_gpus` or `runtime_env`. By default, each process takes one
+            CPU, and Ray spreads the processes over the nodes.
 
     Raises:
         SettingsError: If Ray is not connected, a part of the agent cannot be pickled, or the processes cannot start.
@@ -167,7 +167,7 @@ class Workers(Displayable):
             if isinstance(error, ray.exceptions.RayError):
                 raise SettingsError(
                     f"a worker did not start; every node needs agentfly_kit {VERSION} and the modules of "
-                    f" the agent's tools and rewards: {error}"
+                    f"the agent's tools and rewards: {error}"
                 ) from None
             raise
         self.nodes = tuple(f"{worker['node']}:{worker['pid']}" for worker in found)
@@ -185,7 +185,7 @@ class Workers(Displayable):
         self.close()
 
     def close(self) -> None:
-        """Close the sandboxes of the workers and end their processes. Idempotent."""
+        """Close the sandboxes of the workers and end their processes. Further calls have no effect."""
         import ray
 
         if self._actors and ray.is_initialized():
@@ -202,7 +202,8 @@ class Workers(Displayable):
         if not self._actors:
             raise SettingsError("these workers are closed; af.ray.workers(agent, n) starts new ones")
         mine = self._agent
-        # A LocalEngine may have another policy with weights of equal shapes, because they are sent with each rollout.
+        # A LocalEngine may have another policy with weights of equal shapes, because the weights are sent with each
+        # rollout.
         same_engine = agent.engine is mine.engine or (
             isinstance(agent.engine, LocalEngine)
             and isinstance(mine.engine, LocalEngine)
@@ -251,7 +252,7 @@ class Workers(Displayable):
             async def serve(actor: Any, node: str, lane: int) -> None:
                 """Run one group at a time on a worker until cancelled, or until the worker cannot be restarted.
 
-                Several such loops run per worker, numbered by `lane`. After any worker has died, only those with
+                Several such loops run per worker, numbered by `lane`. After any worker has died, only the loops with
                 lane 0 continue, so that a group that kills its process does not affect others.
                 """
                 nonlocal has_died
@@ -319,7 +320,7 @@ async def _next_result(
 
 
 async def _is_reachable(actor: Any, sent: Any) -> bool:
-    """Return True once Ray has restarted a worker; False if Ray does not restart it, or not in time."""
+    """Return True once Ray has restarted a worker; return False if Ray does not restart it in time."""
     import ray
 
     try:
