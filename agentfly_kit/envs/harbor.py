@@ -46,11 +46,19 @@ from agentfly_kit.types import Message, Task
 
 # Settings of task.toml that are not supported, with the values that are accepted because they change nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "steps": (), "agent.user": ("root",), "verifier.user": ("root",), "verifier.environment": (),
-    "verifier.environment_mode": ("shared",), "verifier.collect": (), "environment.env": (),
-    "environment.os": ("linux",), "environment.gpus": (), "environment.tpu": (), "environment.healthcheck": (),
+    "steps": (),
+    "agent.user": ("root",),
+    "verifier.user": ("root",),
+    "verifier.environment": (),
+    "verifier.environment_mode": ("shared",),
+    "verifier.collect": (),
+    "environment.env": (),
+    "environment.os": ("linux",),
+    "environment.gpus": (),
+    "environment.tpu": (),
+    "environment.healthcheck": (),
     "environment.mcp_servers": (),
-}  # fmt: skip
+}
 # Commands of a test script that usually download something
 _DOWNLOADS = re.compile(r"\b(curl|wget|apt-get|apt|uvx|pip3? install|npm|git clone)\b")
 
@@ -89,13 +97,17 @@ def read_folder(path: Path) -> dict[str, Any]:
     if size is None:
         raise TaskError(f"{path / 'task.toml'}: environment.memory must be a size such as '2G'")
     return {
-        "path": path, "image": image, "builds": image is None and builds, "workdir": workdir,
-        "cpus": get("environment.cpus", int | float), "test_variables": variables,
+        "path": path,
+        "image": image,
+        "builds": image is None and builds,
+        "workdir": workdir,
+        "cpus": get("environment.cpus", int | float),
+        "test_variables": variables,
         "memory_mb": get("environment.memory_mb", int, int(size[1]) * (1024 if size[2] in "gG" else 1)),
         "network": get("environment.network_mode") != "no-network" and get("environment.allow_internet", bool, True),
         "build_seconds": get("environment.build_timeout_sec", int | float, 600.0),
         "test_seconds": get("verifier.timeout_sec", int | float, 600.0),
-    }  # fmt: skip
+    }
 
 
 def tasks(path: str | Path) -> Tasks:
