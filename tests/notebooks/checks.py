@@ -193,6 +193,9 @@ assert {len(t.rows) for t in rollout} == {1} and (stopped.stop, stopped.reward) 
 assert probed.final.split() == (
     "its chain: 200 unknown key: 404 this machine: ConnectionRefusedError the internet: gaierror".split()
 )
+assert len(repairs.train) == 400 and not before.rollout.failed and not after.rollout.failed
+known, new = ({(t.fields["bad"], t.fields["wrong"]) for t in some} for some in (repairs.train, repairs.test))
+assert not known & new
 """,
     "33_why_it_does_not_learn": """
 assert not healthy.serious and run.diagnose()[0].name == "constant_reward"

@@ -26,6 +26,12 @@ SMALLER = {
     "22_masksearch": {"data.test[:100]": "data.test[:50]"},
     "25_tools_as_weights": {"for i in range(4):\n    _, curve": "for i in range(2):\n    _, curve"},
     "31_servers": WITHOUT_VLLM,
+    "34_coding_agent": {
+        "steps=240, batch=16": "steps=120, batch=16",
+        "(coder, repairs.test)": "(coder, repairs.test[:6])",
+        "steps=6, tasks_per_step=8": "steps=2, tasks_per_step=2",
+        "assert after.success >= before.success + 0.2": "assert len(run.records) == 2",
+    },
     "35_trl": {  # a shipped policy and its tasks, which need no other model
         "load(MODEL, lora=16)": 'load(af.tiny.policy().save("runs/tiny"), lora=16)',
         'load_tasks("word_problems")': 'load_tasks("calculator")',
