@@ -72,7 +72,7 @@ class Image(Displayable):
         except PIL.UnidentifiedImageError:
             raise SettingsError("an image must be a PNG, JPEG, GIF, WebP or BMP file, got other data") from None
         except Exception as error:  # damaged files raise errors of many types
-            raise SettingsError(f"an image cannot be decoded ({type(error).__name__}: {error})") from error
+            raise SettingsError(f"the image cannot be decoded ({type(error).__name__}: {error})") from error
         self.size = pixels.size
         self.digest = _digest(pixels)
         file = io.BytesIO()

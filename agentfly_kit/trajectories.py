@@ -107,7 +107,7 @@ class Row(Displayable):
 
     @cached_property
     def images(self) -> tuple[ImageSpan, ...]:
-        """Spans of the ids that are placeholders of images."""
+        """Spans of image placeholders in the ids."""
         return spans_of(self.turns)
 
     @cached_property

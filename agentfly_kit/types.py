@@ -416,7 +416,7 @@ def spans_of(turns: Iterable[Turn]) -> tuple[ImageSpan, ...]:
 
 
 def images_in(ids: Sequence[int]) -> tuple[ImageSpan, ...]:
-    """Return the spans of images in ids that a chat has encoded."""
+    """Return the image spans in token ids encoded by a chat."""
     found: tuple[ImageSpan, ...] = getattr(ids, "images", ())
     return found
 

@@ -190,7 +190,7 @@ class TrainView(ChainsView, LiveView):
     def _control(self, method: str, _: Any) -> None:
         run, control = self._controlled()
         if not control["can"]:
-            raise RuntimeError("no run of this view can be paused or stopped now")
+            raise RuntimeError("no run in this view can currently be paused or stopped")
         getattr(run, method)()
         self.refresh()
 

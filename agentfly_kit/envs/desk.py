@@ -41,7 +41,7 @@ class Widget:
         slot: Number of the widget's slot on the page, counted row by row.
         place: Left, upper, right and lower edge on the page in pixels. A click within this box, including its edges and
             the corners of round buttons, is a click on the widget.
-        colour: Name of the colour of a button.
+        colour: Name of the colour, for buttons.
         fill: Colour as RGB.
         round: Whether a button is a circle.
     """

@@ -272,5 +272,5 @@ def int_field(task: Task, name: str, minimum: int = 0) -> int:
 
 
 def tool_outputs(messages: Sequence[Message]) -> list[str]:
-    """Return the tool observations in `messages`, oldest first, for scripted players."""
+    """Return the tool observations in `messages`, oldest first. Useful for writing scripted players."""
     return [text_of(m) for m in messages if m["role"] == "tool"]

@@ -46,7 +46,7 @@ def variations(kind: str, split: str) -> range:
     """Return the variations of a split as the simulator defines them: the first half is "train", the next quarter "dev"
     and the last quarter "test"."""
     if kind not in VARIATIONS:
-        raise SettingsError(f"scienceworld has no kind {kind!r}; it has {', '.join(KINDS)}")
+        raise SettingsError(f"scienceworld has no kind of task named {kind!r}; it has {', '.join(KINDS)}")
     count = VARIATIONS[kind]
     quarter = count // 4
     bounds = {"train": (0, 2 * quarter), "dev": (2 * quarter, 3 * quarter), "test": (3 * quarter, count)}

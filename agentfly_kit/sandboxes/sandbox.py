@@ -109,7 +109,7 @@ class Sandbox(Startable):
         self._nonce = 0  # id of the running call
         self._own_seconds = 0.0  # sum of `Call.own` over all calls
         self._has_interpreter = False  # True while an interpreter is running
-        # Result for an exit between two calls, returned by the next call
+        # Result that reports an exit of the interpreter between two calls; the next call returns it
         self._unreported: SandboxResult | None = None
         # Unsent part of a call that was cancelled while it ran
         self._abandoned: bytes | None = None

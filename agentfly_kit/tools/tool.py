@@ -207,7 +207,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         unbound = ", unbound method" if type(self) is Tool and self._method and self._instance is None else ""
         return f"<Tool {self.name}{self._arguments.signature}{hidden}{unbound}>"
 
-    # --- calls of the model ---
+    # --- model calls --------
 
     @pending_call
     async def try_(

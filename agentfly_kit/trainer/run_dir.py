@@ -317,7 +317,7 @@ class Run(Displayable):
             RunError: If the policy was not kept, or if the run has no evaluation or no checkpoint.
         """
         if best and (step := _best_step(self.records)) is None:
-            raise RunError(f"best=True needs a run with evaluations, got none in {self.path}; use evaluate_every=")
+            raise RunError(f"best=True needs a run with evaluations, but {self.path} has none")
         kept = self._kept_policies()
         if step is None and (newest := self.checkpoint) is not None:
             return Policy.load(newest, **options)

@@ -37,7 +37,7 @@ class Request:
     limit: int
     # If positive, return this many of the most probable next tokens instead of sampling.
     top: int = 0
-    # Matcher of the constraint (see grammar.py), or None if all tokens are allowed.
+    # Matcher for the constraint (see grammar.py), or None if all tokens are allowed.
     matcher: Any = None
     # Spans of the ids that are placeholders of images.
     images: Sequence[ImageSpan] = ()

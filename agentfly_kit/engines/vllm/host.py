@@ -124,7 +124,7 @@ class Host:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            raise EngineError("this VLLMEngine was closed while the request ran") from None
+            raise EngineError("this VLLMEngine was closed during the request") from None
         except EngineError:
             raise
         except Exception as error:

@@ -306,7 +306,7 @@ async def _next_result(
         while not getting.done():
             for task in serving:
                 if task.done():
-                    task.result()  # re-raises the exception of a `serve` that failed
+                    task.result()  # re-raises the exception if `serve` failed
             left = [task for task in serving if not task.done()]
             if not left:
                 raise EngineError(f"all workers died, and Ray restarted none within {_RESTART_SECONDS:g} s")

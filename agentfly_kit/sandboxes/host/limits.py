@@ -25,7 +25,7 @@ class Limits:
     core.
 
     Attributes:
-        memory_mb: memory that the code inside can use, in MB (2**20 bytes).
+        memory_mb: memory available to the code in the sandbox, in MB (2**20 bytes).
         processes: number of processes and threads.
         cpu_seconds: CPU time per call.
         disk_mb: size of the files written inside, in MB (2**20 bytes).
