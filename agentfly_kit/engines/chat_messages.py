@@ -59,7 +59,7 @@ def _wire_parts(parts: Iterable[Any]) -> list[dict[str, Any]]:
 
 
 def parse_tool_call(call: dict[str, Any], index: int) -> ToolCall:
-    """Convert a tool call of a server response to a `ToolCall`. If the arguments are not a JSON object, the result has an `error`."""
+    """Convert a tool call of a response. If its arguments are not a JSON object, the result has an `error`."""
     name, given = str(call["function"]["name"]), call["function"].get("arguments")
     key = str(call.get("id") or f"call-{index}")
     raw = given if isinstance(given, str) else json.dumps(given)
