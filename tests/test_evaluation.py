@@ -120,7 +120,7 @@ async def test_a_changed_sampling_shares_the_handle_and_the_warnings_of_the_agen
     exec(source.format(1), space)
     a = played(["5"], reward=space["good"])
     exec(source.format(0), space)
-    with pytest.warns(UserWarning, match="still has the 'good'"):
+    with pytest.warns(UserWarning, match="'good' was defined again"):
         await af.evaluate(a, tasks(3), greedy=True)
     assert len(a.last_run.partial) == 3
     assert (await af.evaluate(a, tasks(1), greedy=True)).success == 1

@@ -350,7 +350,7 @@ def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 family = Family(
     name="desk",
-    what="small graphical screens that are operated with clicks, keys and scrolling; reads scripts of PyAutoGUI",
+    what="small graphical screens operated with clicks, keys and scrolling; accepts PyAutoGUI scripts",
     environment=Desk,
     rows=rows,
     expert_player=expert_player,

@@ -238,7 +238,7 @@ class Call(Watch):
         """
         now, report = time.perf_counter(), self.usage.activity(self.sandbox.pid or 0)
         elapsed = now - self.sampled_at
-        if report is None:  # the report of a container's zygote is late
+        if report is None:  # the report from a container's zygote has not arrived yet
             limits.extend(self.sampled_at + 2 * _POLL_SECONDS, now)
             return
         cpu, states = report

@@ -168,6 +168,7 @@ def row(tmp_path: Path) -> dict[str, Any]:
 
 
 @strict
+@pytest.mark.real
 async def test_rows_of_swe_bench(tmp_path: Path, row: dict[str, Any]) -> None:
     tasks = af.envs.harbor.from_swe_bench([row], tmp_path / "clones", tmp_path / "tasks")
     (solved,) = await af.envs.harbor.expert().rollout(tasks)

@@ -90,7 +90,7 @@ test_errors = errors.rejected(
     (
         lambda: af.envs.scienceworld.rows(1, "test", kinds=("cook",)),
         af.errors.SettingsError,
-        "no kind 'cook'",
+        "no kind of task named 'cook'",
     ),
     (lambda: af.envs.scienceworld.rows(1, "exam"), af.errors.SettingsError, "unknown split 'exam'"),
     (lambda: Corpus.load("nowhere.jsonl"), af.errors.TaskError, "nowhere.jsonl: no such file; its rows must have "),

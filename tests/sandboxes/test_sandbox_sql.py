@@ -202,7 +202,7 @@ async def test_a_script_that_fails_raises_settings_error():
     await pool.close()
 
 
-async def test_a_cancelled_query_is_interrupted(level: str, engine: str):
+async def test_a_cancelled_query_is_interrupted(level: str, engine: str, never_killed: None):
     async with af.SQLSandbox(engine=engine, isolation=level, script=SCRIPT) as sandbox:
         for seconds in (0.0, 0.002, 0.1):
             running = asyncio.create_task(sandbox.run(ENDLESS))

@@ -243,7 +243,7 @@ class KVCache:
         return bool(self._states)
 
     def has_previous_state(self, *_: object, **__: object) -> bool:
-        """Return False before the first forward pass. The states of later new rows are zeros."""
+        """Return False before the first forward pass. The states of rows added later start as zeros."""
         return self.is_recurrent
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:

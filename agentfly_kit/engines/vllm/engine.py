@@ -319,7 +319,7 @@ class VLLMEngine(Engine):
     async def _generate(
         self, host: Host, ids: Sequence[int], options: dict[str, Any], images: Sequence[ImageSpan]
     ) -> Any:
-        """Run a request and return its only output. Check that vLLM has read the ids and pixels of the policy."""
+        """Run a request and return its only output. Check that vLLM processed the same ids and pixels as the policy."""
         prompt: dict[str, Any] = {"prompt_token_ids": list(ids)}
         if images:
             from agentfly_kit.engines.vllm.images import make_prompt
