@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -64,8 +65,8 @@ def doctor() -> Diagnosis:
             _widgets(),
             _torch(),
             _vllm(),
-            _trl(),
-            _agents(),
+            _optional("TRL", ("trl",), "af.trl", "trl"),
+            _optional("agents", _FRAMEWORKS, "Agent(harness=...) over HTTP or with a framework", "agents"),
             _sandboxes(),
             _containers(),
             _threads(),
@@ -141,30 +142,31 @@ def _vllm() -> Check:
     return Check("vLLM", f"{version}, {build}; af.VLLMEngine starts it on first use", True)
 
 
-def _trl() -> Check:
-    version = _version("trl")
-    if version is None:
-        return Check("TRL", "not installed; needed only for af.trl", None, 'pip install "agentfly_kit[trl]"')
-    return Check("TRL", version, True)
-
-
 # Frameworks whose unmodified agents were tested as `Agent(harness=...)`; see docs/any_agent.md.
 _FRAMEWORKS = (
-    "openai", "anthropic", "langchain", "langgraph", "openai-agents", "pydantic-ai-slim", "autogen-agentchat",
-    "smolagents", "mini-swe-agent",
-)  # fmt: skip
+    "openai",
+    "anthropic",
+    "langchain",
+    "langgraph",
+    "openai-agents",
+    "pydantic-ai-slim",
+    "autogen-agentchat",
+    "smolagents",
+    "mini-swe-agent",
+)
 
 
-def _agents() -> Check:
-    found = [f"{name} {version}" for name in _FRAMEWORKS if (version := _version(name))]
+def _optional(what: str, packages: Iterable[str], purpose: str, extra: str) -> Check:
+    """Return the row of packages that are needed only for `purpose`."""
+    found = [f"{name} {version}" for name in packages if (version := _version(name))]
     if not found:
         return Check(
-            "agents",
-            "none installed; needed only for Agent(harness=...) over HTTP or with a framework",
+            what,
+            f"not installed; needed only for {purpose}",
             None,
-            'pip install "agentfly_kit[agents]"',
+            f'pip install "agentfly_kit[{extra}]"',
         )
-    return Check("agents", ", ".join(found), True)
+    return Check(what, ", ".join(found), True)
 
 
 def _sandboxes() -> Check:

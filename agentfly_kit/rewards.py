@@ -7,6 +7,7 @@ import math
 import numbers
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar, overload
 
 from agentfly_kit._async.pending_call import pending_call
@@ -326,10 +327,8 @@ def _action_to_score(trajectory: Trajectory, turn: Turn | int | None) -> Turn:
 
 
 def _observation_after(trajectory: Trajectory, turn: Turn | None) -> Turn | None:
-    for this, following in zip(trajectory.turns, trajectory.turns[1:], strict=False):
-        if this is turn:
-            return following if following.kind == "observation" else None
-    return None
+    following = (after for before, after in pairwise(trajectory.turns) if before is turn)
+    return next((after for after in following if after.kind == "observation"), None)
 
 
 def _is_number(value: Any) -> bool:

@@ -66,10 +66,10 @@ class Tasks(Displayable, Sequence[Task]):
         """
         found = [task for task, split in zip(self._tasks, self._splits, strict=True) if split == name]
         if not found:
-            have = ", ".join(map(repr, self.splits)) or "none"
             raise TaskError(
-                f"{self.name} must have the split {name!r}, got the splits {have}; add a 'split' column to the "
-                "rows, or use tasks_from(rows, test=0.1)"
+                f"{self.name} must have the split {name!r}, got the splits "
+                f"{', '.join(map(repr, self.splits)) or 'none'}; add a 'split' column to the rows, or use "
+                "tasks_from(rows, test=0.1)"
             )
         return Tasks(found, [name] * len(found), self.name)
 
@@ -242,8 +242,10 @@ def tasks_from(
     if isinstance(test, bool) or not 0 < test < 1:
         raise TaskError(f"test must be the fraction of tasks to hold out, between 0 and 1, got {test!r}")
     if tasks.splits:
-        have = ", ".join(map(repr, tasks.splits))
-        raise TaskError(f"test must be None for rows that already have splits ({have}), got {test!r}")
+        raise TaskError(
+            f"test must be None for rows that already have splits ({', '.join(map(repr, tasks.splits))}), "
+            f"got {test!r}"
+        )
     return _held_out(tasks, test)
 
 
@@ -370,8 +372,7 @@ def _build_task(location: str, row: Any, columns: _Columns) -> tuple[Task, str |
 def _check_disjoint(tasks: Tasks, name: str) -> None:
     first: dict[str, tuple[str, str | None]] = {}
     for task, split in zip(tasks, tasks._splits, strict=True):
-        key = _canonical_content(task)
-        other_id, other_split = first.setdefault(key, (task.id, split))
+        other_id, other_split = first.setdefault(_canonical_content(task), (task.id, split))
         if other_split != split:
             both = f"{other_id!r} ({other_split or 'no split'}) and {task.id!r} ({split or 'no split'})"
             raise TaskError(

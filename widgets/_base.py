@@ -163,11 +163,9 @@ class View(anywidget.AnyWidget):
         message_type, page = content.get("kind"), content["page"]
         if message_type == "set":
             self._set_trait(content.get("name"), content.get("value"), page)
-            return
-        if message_type == "do":
+        elif message_type == "do":
             self._handle_action(content.get("name"), content.get("value"), content.get("n"))
-            return
-        if message_type == "open":
+        elif message_type == "open":
             self._pages.add(page)
             self._seen = True
             self._hold()
@@ -217,9 +215,9 @@ class View(anywidget.AnyWidget):
             result = handler(value)
         except Exception as error:
             self._failed(error)
-            return
-        if inspect.isawaitable(result):
-            self._job(result)
+        else:
+            if inspect.isawaitable(result):
+                self._job(result)
 
     def _job(self, work: Awaitable[Any]) -> asyncio.Future[Any]:
         """Run `work` as a task, keep the task alive until it is done, and show any exception on the page."""
@@ -307,9 +305,8 @@ class View(anywidget.AnyWidget):
 
     def _update_picture(self) -> None:
         """Update the picture saved in the notebook if the view has changed. On an error, keep the last picture."""
-        # True if all pages that showed the view are closed. They may be opened again.
-        closed = self._seen and not self._pages
-        if not self._picture_stale or self.comm is None or closed:
+        # Pages that showed the view and are closed may be opened again.
+        if not self._picture_stale or self.comm is None or (self._seen and not self._pages):
             return
         self._picture_stale = False
         try:

@@ -37,8 +37,7 @@ def code(chain: Any) -> str:
     if origin is not None:
         source = _named(origin) or f"next(t for t in rollout if t.id == {origin.id!r})"
         lines.append(f"chain = {name}.chain({source})")
-        kept = [i for i, turn in enumerate(path) if any(turn is t for t in origin.turns)]
-        first = len(kept)
+        first = sum(any(turn is t for t in origin.turns) for turn in path)
         if first < len(origin.turns):
             lines.append(f"chain.rewind(to={first - 1})")
     else:

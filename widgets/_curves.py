@@ -151,10 +151,11 @@ class Source:
     def changed(self) -> bool:
         """True if the run's state has changed since it was last read, or the run has resumed from a checkpoint."""
         run = self.run()
-        if self.path is None and (run is None) != self.gone:
-            return True
-        state, resumed = getattr(run, "state", self.state), getattr(run, "resumed_from", self._resumed)
-        return (state, resumed) != (self.state, self._resumed)
+        return (
+            (self.path is None and (run is None) != self.gone)
+            or getattr(run, "state", self.state) != self.state
+            or getattr(run, "resumed_from", self._resumed) != self._resumed
+        )
 
     @property
     def finished(self) -> bool:
@@ -181,8 +182,7 @@ class Source:
         word = f"{self.state} after step {last}"
         error = getattr(run, "error", None)
         if error is not None:
-            first_line = (str(error).splitlines() or [""])[0]
-            word += f": {type(error).__name__}: {first_line}"
+            word += f": {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         kept = run.describe_kept()
         return word, f"{kept[:1].upper()}{kept[1:]}. To continue, run {resume}, or the cell that created the run."
 

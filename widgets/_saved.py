@@ -62,9 +62,11 @@ def is_headless() -> bool:
     one of these. Voilà runs cells like nbclient but then shows a live page, so the function returns False.
     """
     request = _request()
-    if os.environ.get("SERVER_SOFTWARE", "").startswith("voila"):
-        return False
-    return request.get("content", {}).get("allow_stdin") is False and not request.get("metadata")
+    return (
+        not os.environ.get("SERVER_SOFTWARE", "").startswith("voila")
+        and request.get("content", {}).get("allow_stdin") is False
+        and not request.get("metadata")
+    )
 
 
 def freeze(path: str | os.PathLike[str]) -> int:
@@ -97,8 +99,8 @@ def freeze(path: str | os.PathLike[str]) -> int:
                 output.get("metadata", {}).pop("agentfly_kit", None)  # the view with this id no longer exists
                 changed += 1
     if changed:
-        left = any(WIDGET_MIME in o.get("data", {}) for cell in notebook.cells for o in cell.get("outputs", ()))
-        if not left:
+        outputs = (output for cell in notebook.cells for output in cell.get("outputs", ()))
+        if not any(WIDGET_MIME in output.get("data", {}) for output in outputs):
             notebook.metadata.pop("widgets", None)
         spare = file.with_name(f".{file.name}.part")
         try:

@@ -58,12 +58,19 @@ def page(rows: list[Row], about: dict[str, Any], signal: str, title: str) -> str
             parts.append(tag("div", escape(row.note)))
         for turn, first, last in row.spans:
             kind, author = row.turns[turn]
-            label = tag("b", escape(f"{turn} {kind}"))
             text, used, n = _turn_html(row, first, last, signal, summary, left, kind)
             left -= used + 260
             shown += n
             tokens = tag("span", text, style="white-space:pre-wrap;font-family:monospace")
-            parts.append(tag("div", label, escape(f" {author} "), tokens, style="margin:2px 0;line-height:1.7"))
+            parts.append(
+                tag(
+                    "div",
+                    tag("b", escape(f"{turn} {kind}")),
+                    escape(f" {author} "),
+                    tokens,
+                    style="margin:2px 0;line-height:1.7",
+                )
+            )
             if left <= 0:
                 break
         rows_shown += 1

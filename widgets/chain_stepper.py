@@ -141,9 +141,8 @@ class ChainStepper(Opener):
 
     def _state_of(self, doing: str) -> dict[str, Any]:
         chain = self.chain
-        spare = chain.id in self._spares
         again = chain.turn.kind == "action" or id(chain.turn) in self._seeds
-        return chain_state(self.chains, self._at, doing, again, spare)
+        return chain_state(self.chains, self._at, doing, again, chain.id in self._spares)
 
     # --- following the chain ---
 
@@ -220,10 +219,9 @@ class ChainStepper(Opener):
         if same or not self.is_open:
             return
         loop = self._running_loop()
-        if loop is None:
-            return
-        self._asked_for = wanted
-        loop.call_soon_threadsafe(self._begin_asking, chain, wanted)
+        if loop is not None:
+            self._asked_for = wanted
+            loop.call_soon_threadsafe(self._begin_asking, chain, wanted)
 
     def _begin_asking(self, chain: Any, wanted: Any) -> None:
         if self._asking is not None and not self._asking.done():

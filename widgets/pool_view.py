@@ -121,8 +121,7 @@ class PoolView(LiveView):
     @property
     def selection(self) -> Sandboxes:
         """The current state of the selected sandboxes that still exist, or their last state if the pool is closed."""
-        chosen = set(self._selected)
-        return Sandboxes([row for row in self._rows() if row["sandbox"] in chosen])
+        return Sandboxes([row for row in self._rows() if row["sandbox"] in self._selected])
 
     def to_frame(self) -> Any:
         """Return a data frame with one row per sandbox, with the columns of `selection.to_frame()`."""
@@ -373,10 +372,13 @@ def _timeline(points: Sequence[tuple[float, ...]]) -> list[str]:
                     f'fill="rgba({_TINTS[name]},{0.3 if name == "idle" else 0.75})"/>'
                 )
             top += height
-    svg = '<svg xmlns="http://www.w3.org/2000/svg" width="600" height="40" viewBox="0 0 600 40">'
-    svg += f'{"".join(rects)}<rect width="600" height="40" fill="none" stroke="#888888"/></svg>'
+    svg = (
+        '<svg xmlns="http://www.w3.org/2000/svg" width="600" height="40" viewBox="0 0 600 40">'
+        f'{"".join(rects)}<rect width="600" height="40" fill="none" stroke="#888888"/></svg>'
+    )
     source = f"data:image/svg+xml;base64,{base64.b64encode(svg.encode()).decode()}"
-    most = max(point[1] for point in points)
-    text = f"{seconds:.1f} s: shares of sandboxes that were leased (blue), starting (yellow) and idle (green); "
-    text += f"at most {most} leased at once"
+    text = (
+        f"{seconds:.1f} s: shares of sandboxes that were leased (blue), starting (yellow) and idle (green); "
+        f"at most {max(point[1] for point in points)} leased at once"
+    )
     return [tag("img", src=source, alt=text, style="max-width:100%"), tag("div", escape(text))]

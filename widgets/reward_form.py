@@ -99,8 +99,10 @@ class RewardForm(ChainsView):
 
     async def score(self) -> Any:
         """Re-score every trajectory and show the changes. Return the re-scored Rollout."""
-        if self._scoring is not None and self._scoring is not asyncio.current_task():
-            await self._stop()
+        job = self._scoring
+        if job is not None and job is not asyncio.current_task():
+            job.cancel()
+            await asyncio.wait([job])
         return await self._score()
 
     async def _score(self) -> Any:
@@ -115,8 +117,7 @@ class RewardForm(ChainsView):
         try:
             groups: list[Any] = []
             for i, group in enumerate(rollout.groups):
-                scored = await Rollout((group,)).rescore(reward, success=self._success)
-                groups += scored.groups
+                groups += (await Rollout((group,)).rescore(reward, success=self._success)).groups
                 if (now := time.perf_counter()) - told > 0.1:
                     told = now
                     self._progress = [i + 1, len(rollout.groups)]
@@ -137,12 +138,6 @@ class RewardForm(ChainsView):
                 self._scoring, self.busy = None, False
 
         job.add_done_callback(ended)
-
-    async def _stop(self) -> None:
-        job = self._scoring
-        if job is not None:
-            job.cancel()
-            await asyncio.wait([job])
 
     def _after_cell(self) -> None:
         if self._follow and self.comm is not None and self._loop is not None and not self._loop.is_closed():
@@ -184,10 +179,8 @@ class RewardForm(ChainsView):
         scored = self.rescored is not None
         changed = [(a, b, change_of(a, b)) for a, b in pairs if b is not None]
         tally = Counter(k for _, _, k in changed)
-        order = {k: i for i, k in enumerate(KINDS)}
-        rows = sorted(changed, key=lambda row: order[row[2]])
+        rows = sorted(changed, key=lambda row: list(KINDS).index(row[2]))
         errors = Counter(str(b.error) for _, b, _ in changed if b.error is not None and b.reward is None)
-        before = self._about.get("new", {})
         self._about = {
             "name": sendable(" + ".join(r.name for r in self.reward)),
             "source": sendable("\n\n".join(r.source for r in self.reward)),
@@ -195,9 +188,8 @@ class RewardForm(ChainsView):
             "scored": scored,
             "old": _summary([a for a, _ in pairs]),
             "new": _summary([b for _, b, _ in changed]) if scored else {},
-            "last": before if scored else {},
-            "bars": bars([a.reward for a, _ in pairs], [b.reward for _, b, _ in changed]) if scored else
-            bars([a.reward for a, _ in pairs], []),
+            "last": self._about.get("new", {}),
+            "bars": bars([a.reward for a, _ in pairs], [b.reward for _, b, _ in changed]),
             "tally": [[k, KINDS[k], tally[k]] for k in KINDS],
             "rows": [
                 [
@@ -277,8 +269,7 @@ class RewardForm(ChainsView):
     # --- lifecycle ---
 
     def _on_first_page(self) -> None:
-        if self._kept is None:
-            self._kept = self._record()
+        self._kept = self.record
 
     def _on_last_page_closed(self) -> None:
         self._kept = None

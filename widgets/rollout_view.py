@@ -20,18 +20,39 @@ STATES = ("queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done",
 # The page shows a chain in state "done" as "succeeded", "done" (no success) or "unscored" (no reward).
 RESULTS = (*STATES, "succeeded", "unscored")
 WORDS = {
-    "sandbox": "waiting for a sandbox", "tool": "running a tool", "waiting": "waiting", "queued": "not started",
-    "done": "no success", "unscored": "no reward",
-}  # fmt: skip
+    "sandbox": "waiting for a sandbox",
+    "tool": "running a tool",
+    "waiting": "waiting",
+    "queued": "not started",
+    "done": "no success",
+    "unscored": "no reward",
+}
 SIGNS = {
-    "queued": "·", "waiting": "◌", "sampling": "●", "sandbox": "◔", "tool": "◆", "scoring": "★", "done": "○",
-    "failed": "✕", "cancelled": "⊘", "succeeded": "✓", "unscored": "?",
-}  # fmt: skip
+    "queued": "·",
+    "waiting": "◌",
+    "sampling": "●",
+    "sandbox": "◔",
+    "tool": "◆",
+    "scoring": "★",
+    "done": "○",
+    "failed": "✕",
+    "cancelled": "⊘",
+    "succeeded": "✓",
+    "unscored": "?",
+}
 _TINTS = {
-    "queued": "128,128,128", "waiting": "128,128,128", "sampling": "40,120,220", "sandbox": "200,150,20",
-    "tool": "150,90,200", "scoring": "220,110,30", "done": "220,110,30", "failed": "200,60,50",
-    "cancelled": "128,128,128", "succeeded": "40,160,90", "unscored": "128,128,128",
-}  # fmt: skip
+    "queued": "128,128,128",
+    "waiting": "128,128,128",
+    "sampling": "40,120,220",
+    "sandbox": "200,150,20",
+    "tool": "150,90,200",
+    "scoring": "220,110,30",
+    "done": "220,110,30",
+    "failed": "200,60,50",
+    "cancelled": "128,128,128",
+    "succeeded": "40,160,90",
+    "unscored": "128,128,128",
+}
 _ENDS = ("done", "stopped", "interrupted", "failed")
 # Maps the state of a chain to its rank in the list. Chains in all other states are running; their rank is 0.
 _RANK = {"queued": 1, "failed": 2, "unscored": 2, "succeeded": 3, "done": 3, "cancelled": 4}
@@ -115,14 +136,13 @@ class RolloutView(ChainsView, LiveView):
         """Send the current state to the page immediately."""
         handle = self._handle()
         if handle is None:
-            run = self.record
             if not self._about:
                 self._about = {
                     "total": 0, "counts": dict.fromkeys(RESULTS, 0), "state": "not started", "seconds": 0.0,
                     "gone": False, "max_turns": 0, "rate": None, "left": None, "reward": None, "step": "", "prefix": 0,
                     "rewards": None, "hint": "Not started: await the run in a cell.",
                 }  # fmt: skip
-            elif run is None:
+            elif self.record is None:
                 self._about = {**self._about, "gone": True}
             return
         s = handle.snapshot()
@@ -163,29 +183,38 @@ class RolloutView(ChainsView, LiveView):
             left = (len(s.chains) - over) / rate if s.state == "running" else None
         rewards = [c.reward for c in s.chains if c.reward is not None]
         return {
-            "total": len(s.chains), "counts": counts, "state": self._state(s.state), "seconds": s.seconds,
+            "total": len(s.chains),
+            "counts": counts,
+            "state": self._state(s.state),
+            "seconds": s.seconds,
             "gone": False,
-            "max_turns": int(handle.agent.max_turns), "rate": None if rate is None else _rate(rate), "left": left,
-            "reward": number(sum(rewards) / len(rewards)) if rewards else None, "step": self._step,
-            "prefix": self._prefix, "rewards": [min(rewards), max(rewards)] if rewards else None,
+            "max_turns": int(handle.agent.max_turns),
+            "rate": None if rate is None else _rate(rate),
+            "left": left,
+            "reward": number(sum(rewards) / len(rewards)) if rewards else None,
+            "step": self._step,
+            "prefix": self._prefix,
+            "rewards": [min(rewards), max(rewards)] if rewards else None,
             "hint": "" if self._training else self._hint(handle, s),
-        }  # fmt: skip
+        }
 
     def _hint(self, handle: Any, s: Any) -> str:
         """Return advice on how to start, continue or repeat the rollout, or ""."""
         run, agent = _named(handle) or "run", _named(handle.agent) or "agent"
         if s.state == "not started":
             return f"Not started: `await {run}` starts it."
-        hint = ""
-        if s.state == "interrupted":
-            hint = (
-                f"Interrupted. The finished chains are kept in {run}.partial; to run all chains, run the cell again. "
-            )
+        hint = (
+            f"Interrupted. The finished chains are kept in {run}.partial; to run all chains, run the cell again. "
+            if s.state == "interrupted"
+            else ""
+        )
         unscored = sum(c.state in ("done", "failed") and c.reward is None for c in s.chains)
         if s.state in _ENDS and unscored and (handle.agent.reward or handle.agent.group_reward is not None):
             have = "chain has" if unscored == 1 else "chains have"
-            hint += f"{unscored:,} {have} no reward. To run their tasks again: "
-            hint += f"`await {agent}.rollout({run}.partial.failed.tasks)`"
+            hint += (
+                f"{unscored:,} {have} no reward. "
+                f"To run their tasks again: `await {agent}.rollout({run}.partial.failed.tasks)`"
+            )
         return hint.strip()
 
     def _state(self, state: str) -> str:

@@ -108,11 +108,10 @@ class TokenView(View):
     @property
     def selection(self) -> Selection:
         """The tokens selected in the browser, as trajectory ids and token spans; `.to_frame()` returns their values."""
-        spans = []
-        for r, first, last in self._selected:
-            row = self._rows[r]
-            spans.append(Span(row.id, row.start + first, row.start + last))
-        return Selection(spans, self._rows)
+        chosen = [(self._rows[r], first, last) for r, first, last in self._selected]
+        return Selection(
+            [Span(row.id, row.start + first, row.start + last) for row, first, last in chosen], self._rows
+        )
 
     def to_frame(self) -> Any:
         """Return a data frame with one row per token shown, with the columns of `selection.to_frame()`."""
@@ -217,7 +216,6 @@ def _payload(rows: list[Row], notes: list[str], parts: dict[int, int]) -> tuple[
     vocabulary: dict[str, int] = {}
     pictures = list(dict.fromkeys(image for row in rows for _, _, image in row.images))
     pieces = [vocabulary.setdefault(piece, len(vocabulary)) for row in rows for piece in row.token_texts]
-    total = sum(len(row.ids) for row in rows)
     mask = np.concatenate([row.mask for row in rows]) if rows else np.zeros(0, bool)
     names = [*SIGNALS, *dict.fromkeys(name for row in rows for name in row.signals if name not in SIGNALS)]
     summaries, columns = [], {}
@@ -237,7 +235,7 @@ def _payload(rows: list[Row], notes: list[str], parts: dict[int, int]) -> tuple[
             tally[0] += last - first
             tally[1] += int(row.mask[first:last].sum())
     about = {
-        "total": total,
+        "total": sum(len(row.ids) for row in rows),
         "rows": [
             {
                 "id": sendable(row.id), "task": sendable(row.task), "chain": row.chain, "start": row.start,

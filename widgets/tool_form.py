@@ -214,8 +214,9 @@ class ToolForm(Opener):
         """Show an earlier call by its number, counted from 1, until the next call is made."""
         found = next((c for c in self._all() if c.number == number), None)
         if found is None:
-            first = self._made - len(self.results) + 1
-            raise ValueError(f"call {number!r} does not exist; calls {first} to {self._made} are kept")
+            raise ValueError(
+                f"call {number!r} does not exist; calls {self._made - len(self.results) + 1} to {self._made} are kept"
+            )
         self._picked = number
         self._show(found)
 
@@ -302,11 +303,13 @@ def outcome(result: dict[str, Any]) -> str:
 
 
 def _page(about: dict[str, Any], result: dict[str, Any]) -> str:
-    head = tag("div", tag("b", escape(f"ToolForm {about['name']}")), escape(f" · {about['description'][:600]}"))
     names = about["parameters"].get("properties", {})
     needed = about["parameters"].get("required", [])
     fields = ", ".join(f"{name}{'' if name in needed else ' (optional)'}" for name in names)
-    out = [head, tag("div", escape(f"arguments: {fields or 'none'}"))]
+    out = [
+        tag("div", tag("b", escape(f"ToolForm {about['name']}")), escape(f" · {about['description'][:600]}")),
+        tag("div", escape(f"arguments: {fields or 'none'}")),
+    ]
     if not result:
         out.append(tag("div", "No calls yet. Run the cell to use the form."))
         return tag("div", *out, style="line-height:1.5")

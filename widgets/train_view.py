@@ -230,13 +230,12 @@ class TrainView(ChainsView, LiveView):
         else:
             self.rollout = await asyncio.to_thread(Run(file.parent.parent).rollout, step)
             rows = [_row(t) for t in self.rollout.trajectories[:_ROWS]]
-        total = 0 if self.rollout is None else len(self.rollout)
         self._list = {
             "step": step,
             "run": run,
             "note": sendable(note),
             "rows": rows,
-            "total": total,
+            "total": len(self.rollout or ()),
             "prefix": shared_prefix([row[0] for row in rows]),
         }
         return self.rollout

@@ -75,13 +75,12 @@ class TrajectoryView(Opener):
     _chat = traitlets.Bool(True).tag(sync=True)
 
     def __init__(self, source: Any, *, batch: Any = None, agent: Any = None) -> None:
-        given, dropped = read(source, batch)
-        self._dropped = dropped
+        given, self._dropped = read(source, batch)
         self._agent = agent
         self._trajectories = [weakref.ref(t) for t in given]
         self._kept = [to_entry(t) for t in given]
         self._at = {k.id: i for i, k in enumerate(self._kept)}
-        about, buffers = payload(self._kept, dropped)
+        about, buffers = payload(self._kept, self._dropped)
         about["agent"] = agent is not None
         super().__init__(source, _about=about, _buffers=buffers)
         self._read_notes()
@@ -140,16 +139,20 @@ class TrajectoryView(Opener):
             "seconds": k.seconds,
             "turns": [
                 {
-                    "kind": kind, "author": escape_control_chars(author, 60),
-                    "text": escape_control_chars(text, _TEXT), "n": n,
-                    "sampled": sampled, "seconds": seconds, "stop": stop,
+                    "kind": kind,
+                    "author": escape_control_chars(author, 60),
+                    "text": escape_control_chars(text, _TEXT),
+                    "n": n,
+                    "sampled": sampled,
+                    "seconds": seconds,
+                    "stop": stop,
                     "reward": None if reward is None else number(float(reward)),
                     "calls": [call_state(call) for call in calls],
                     "messages": [_message(m) for m in messages],
                 }
                 for kind, author, text, n, sampled, seconds, reward, stop, calls, messages in k.turns
             ],
-        }  # fmt: skip
+        }
 
     # --- search ---
 
@@ -157,9 +160,8 @@ class TrajectoryView(Opener):
     def _search(self, _: Any) -> None:
         needle = self._query.casefold()
         noted = {int(i) for i, note in self._notes.items() if needle in note.casefold()}
-        bits = np.array([holds(k, needle) for k in self._kept], bool) if needle else np.zeros(0, bool)
-        if needle:
-            bits[list(noted)] = True
+        searched = enumerate(self._kept) if needle else ()
+        bits = np.array([i in noted or holds(k, needle) for i, k in searched], bool)
         self._found = {
             "query": self._query,
             "n": int(bits.sum()),
@@ -202,15 +204,13 @@ class TrajectoryView(Opener):
 
     def to_code(self, i: int) -> str:
         """Return code for a cell that retrieves the trajectory at index `i` and continues it as a chain."""
-        k = self._kept[i]
-        t = self._trajectories[i]()
         source = _named(self.record) if self.record is not None else None
-        return cell_of(k.id, t, f"{source or 'rollout'}.trajectories", self._agent)
+        return cell_of(self._kept[i].id, self._trajectories[i](), f"{source or 'rollout'}.trajectories", self._agent)
 
     def __repr__(self) -> str:
         c = self._about["counts"]
         return (
-            f"TrajectoryView({count(len(self._kept), 'trajectory').replace('trajectorys', 'trajectories')}, "
+            f"TrajectoryView({count(len(self._kept), 'trajectory', 'trajectories')}, "
             f"{c['success']} succeeded, {c['unscored']} unscored)"
         )
 
@@ -272,7 +272,7 @@ def _page(kept: list[Entry], dropped: dict[str, str], notes: dict[str, str], sho
     )
     out.append(f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>")
     if len(rows) < len(kept):
-        more = count(len(kept) - len(rows), "trajectory").replace("trajectorys", "trajectories")
+        more = count(len(kept) - len(rows), "trajectory", "trajectories")
         out.append(tag("div", escape(f"Left out of this static view: {more}. Run the cell to see all.")))
     budget = 30_000
     for i in shown:

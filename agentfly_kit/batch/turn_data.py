@@ -119,10 +119,10 @@ def _turn_ids(trajectories: list[Trajectory], sampled: list[tuple[int, ...]]) ->
 
     The last turn of a trajectory always has an id of its own, even if a fork samples the same turns.
     """
-    out: list[tuple[Hashable, ...]] = []
-    for n, (numbers, at) in enumerate(zip(_number_turns(trajectories), sampled, strict=True)):
-        out.append((*(numbers[i] for i in at[:-1]), ("leaf", n)) if at else ())
-    return tuple(out)
+    numbered = zip(_number_turns(trajectories), sampled, strict=True)
+    return tuple(
+        (*(numbers[i] for i in at[:-1]), ("leaf", n)) if at else () for n, (numbers, at) in enumerate(numbered)
+    )
 
 
 def executed_calls(rollout: Any) -> int:

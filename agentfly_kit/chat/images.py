@@ -105,15 +105,12 @@ class ImageReader:
     def _process_image(self, image: Image) -> Any:
         # Idefics3 returns the numbers of rows and columns of crops only on request; other processors ignore the
         # keyword.
-        options = {"return_row_col_info": True} if self._splits else {}
+        process = self.processor.image_processor
+        options = {"return_row_col_info": True} if hasattr(process, "return_row_col_info") else {}
         try:
-            return self.processor.image_processor([image.to_pil()], **options)
+            return process([image.to_pil()], **options)
         except ValueError as error:
             raise SettingsError(f"the image processor rejected an image ({image}): {error}") from error
-
-    @functools.cached_property
-    def _splits(self) -> bool:
-        return hasattr(self.processor.image_processor, "return_row_col_info")
 
     def pixels(self, image: Image) -> dict[str, Any]:
         """Return the arrays with the pixels of an image and their sizes, keyed by name."""

@@ -78,8 +78,9 @@ def numeric_reference(e: Evidence) -> Result:
     right = [t for t, final, _ in e.answered if is_numeric_answer(final, t.task)]
     if len(right) < 2 or any(t.reward is None or t.reward > e.rewards.min() for t in right):
         return None
-    text = f"{len(right)} right answers earn no more than wrong ones; "
-    text += "the reference is a number, but the answer is text."
+    text = (
+        f"{len(right)} right answers earn no more than wrong ones; the reference is a number, but the answer is text."
+    )
     return text, len(right) / len(e.chains), 1.0
 
 
@@ -89,8 +90,9 @@ def different_starts(e: Evidence) -> Result:
     differ = sum(task in results or len(e.starts[task]) > 1 for task in several)
     if differ <= 0.3 * len(several):
         return None
-    chains = f"In {differ} of {len(several)} tasks, the chains"
-    text = f"{chains} start with different texts or get different first results."
+    text = (
+        f"In {differ} of {len(several)} tasks, the chains start with different texts or get different first results."
+    )
     return text, differ / len(several), 0.5 + differ / len(several)
 
 
@@ -221,8 +223,10 @@ def collapsed_entropy(e: Evidence) -> Result:
     same = sum(len({sampled(t) for t in group}) == 1 for group in e.flat_groups)
     if same <= 0.3 * len(e.groups):
         return _certain(e)
-    entropy = f"mean entropy {e.uncertainty:.2g} nats per token"
-    text = f"In {same} of {len(e.groups)} groups, all chains and rewards are the same ({entropy})."
+    text = (
+        f"In {same} of {len(e.groups)} groups, all chains and rewards are the same "
+        f"(mean entropy {e.uncertainty:.2g} nats per token)."
+    )
     return text, same / len(e.groups), 0.1 + same / len(e.groups)
 
 

@@ -135,8 +135,7 @@ def task(task: Task) -> str:
     out = heading(f"Task {task.id}") + content + _pictures(images_of(task.messages))
     if task.fields:
         values = {name: Code(_as_text(value)) for name, value in task.fields.items()}
-        summary = f"fields: {', '.join(task.fields)}"
-        out += details(summary, table((), values.items()), is_open=True)
+        out += details(f"fields: {', '.join(task.fields)}", table((), values.items()), is_open=True)
     return out
 
 
@@ -151,8 +150,7 @@ def tasks(tasks: Tasks) -> str:
         )
         for task, split in list(zip(tasks._tasks, tasks._splits, strict=True))[:10]
     ]
-    head = ("id", "split", "question", *fields)
-    return heading(tasks) + table(head, rows, 120) + _more(len(tasks) - 10)
+    return heading(tasks) + table(("id", "split", "question", *fields), rows, 120) + _more(len(tasks) - 10)
 
 
 def _as_text(value: Any) -> str:
@@ -172,8 +170,7 @@ def sql_result(result: SQLResult) -> str:
     out = ""
     if result.columns:
         out = heading(f"{len(result.rows):,} rows" + (", truncated" if result.truncated else ""))
-        rows = (row[:20] for row in result.rows)
-        out += table(result.columns[:20], rows, 200, max_rows=20)
+        out += table(result.columns[:20], (row[:20] for row in result.rows), 200, max_rows=20)
     if result.error or not result.columns:
         out += f"<pre>{escape(result.error or repr(result), 2000)}</pre>"
     return out

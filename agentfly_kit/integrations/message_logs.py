@@ -56,8 +56,7 @@ def conversations(columns: dict[str, Any], location: str) -> list[list[Any]] | N
         return None
     segments = [[m for message in segment for m in _without_blocks(message)] for segment in segments]
     if columns.get("system"):
-        content = _join_blocks(columns.pop("system"))
-        segments[0].insert(0, {"role": "system", "content": content})
+        segments[0].insert(0, {"role": "system", "content": _join_blocks(columns.pop("system"))})
     return segments
 
 
@@ -148,11 +147,13 @@ def _without_blocks(message: Any) -> Iterator[Any]:
     calls, thoughts, rest = [], [], []
     for kind, block in zip(kinds, blocks, strict=True):
         if kind == "tool_result":
-            text = _join_blocks(block.get("content"))
-            yield {"role": "tool", "tool_call_id": block["tool_use_id"], "content": text}
+            yield {
+                "role": "tool",
+                "tool_call_id": block["tool_use_id"],
+                "content": _join_blocks(block.get("content")),
+            }
         elif kind == "tool_use":
-            function = {"name": block["name"], "arguments": block["input"]}
-            calls.append({"id": block["id"], "function": function})
+            calls.append({"id": block["id"], "function": {"name": block["name"], "arguments": block["input"]}})
         elif kind in ("thinking", "reasoning"):
             thoughts.append(block[kind])
         elif kind != "redacted_thinking":
@@ -224,8 +225,7 @@ def encoded(
 def _require_results(before: Turn | None, turn: Turn) -> None:
     if before is None:
         return
-    made = {call.id for call in before.tool_calls}
-    missing = made - {call.id for call in turn.tool_calls}
+    missing = {call.id for call in before.tool_calls} - {call.id for call in turn.tool_calls}
     if missing:
         raise TaskError(f"the calls {', '.join(sorted(missing))} must have results")
 
@@ -243,13 +243,11 @@ def _action_ids(
     prompt = chat.template.render(*chat._prepare(history, tools), generate=True)
     whole = chat.template.render(*chat._prepare([*history, message], tools), generate=False)
     text = whole.removeprefix(prompt)
-    ends = [(text.rfind(stop), stop) for stop in chat.template.stops()]
-    end, stop = max(ends, default=(-1, ""))
+    end, stop = max(((text.rfind(stop), stop) for stop in chat.template.stops()), default=(-1, ""))
     if text == whole:  # the template renders the history differently
         text, end = chat._with_written_calls(message)["content"], -1
         if chat._open_tag:
-            thinking = message.get("thinking") or ""
-            text = f"{thinking}\n</think>\n\n{text}"
+            text = f"{message.get('thinking') or ''}\n</think>\n\n{text}"
     if end < 0:  # there is no end-of-turn token
         (stop,) = chat.token_texts(chat.stop_ids[:1])
         end = len(text)

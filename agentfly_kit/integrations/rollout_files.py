@@ -101,8 +101,9 @@ def read_rollouts(
         except (KeyError, TypeError, IndexError, ValueError, AttributeError, OverflowError) as error:
             if isinstance(error, AgentFlyError):
                 raise
-            what = f"{type(error).__name__}: {error}"
-            raise TaskError(f"{location}: the row is damaged or has an unsupported layout ({what})") from error
+            raise TaskError(
+                f"{location}: the row is damaged or has an unsupported layout ({type(error).__name__}: {error})"
+            ) from error
     if not chains:
         raise TaskError("source must have at least one row, got none")
     return Rollout.from_trajectories(chains)
@@ -354,7 +355,8 @@ def _trajectory(
     if not prompt:
         raise TaskError(f"{location}: a conversation must not begin with an assistant message")
     if chat is not None and record.encodable:
-        parts = [part for nodes in record.rows for node in nodes for part in _parts(node.message)]
+        contents = [node.message.get("content") for nodes in record.rows for node in nodes]
+        parts = [part for content in contents if isinstance(content, list) for part in content]
         if strange := [part for part in parts if _get(part, "text") is None]:
             raise TaskError(f"{location}: the chat encodes text only, got the part {strange[0]!r:.60}")
         turns = encoded(turns, tools, chat, location)
@@ -382,8 +384,7 @@ def _schemas(given: Any) -> tuple[dict[str, Any], ...]:
     schemas = []
     for tool in (_parsed(given) if isinstance(given, str) else given) or ():
         if _get(tool, "input_schema"):
-            names = ("name", "description")
-            function = {name: tool[name] for name in names if name in tool}
+            function = {name: tool[name] for name in ("name", "description") if name in tool}
             tool = {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
         schemas.append(tool)
     return tuple(schemas)
@@ -461,14 +462,8 @@ def _message(given: Mapping[str, Any]) -> tuple[Message, tuple[ToolCall, ...]]:
     message |= {name: given[name] for name in ("tool_call_id", "name") if given.get(name)}
     if given.get("reasoning_content"):
         message["thinking"] = str(given["reasoning_content"])
-    made = given.get("tool_calls") or ()
-    calls = tuple(_call(call, i) for i, call in enumerate(_parsed(made) or ()))
+    calls = tuple(_call(call, i) for i, call in enumerate(_parsed(given.get("tool_calls")) or ()))
     return with_calls(message, calls), calls
-
-
-def _parts(message: Mapping[str, Any]) -> list[Any]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
 
 
 def _call(given: Any, index: int) -> ToolCall:

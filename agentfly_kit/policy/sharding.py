@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -48,7 +47,7 @@ def shard(policy: Policy, accelerator: Any) -> Policy:
     _ = policy._sharing_obstacle, policy.size, policy.vocab_size
     mesh = init_device_mesh(policy.device.type, (accelerator.num_processes,))
     _shard_module(policy.model, mesh)
-    policy.model.call_sharded = types.MethodType(_call, policy.model)
+    policy.model.call_sharded = types.MethodType(lambda _, function: function(), policy.model)
     register_fsdp_forward_method(policy.model, "call_sharded")
     head = policy.value_head
     for module in [head.trunk, head.head] if isinstance(head, Critic) else [head] if head is not None else []:
@@ -67,10 +66,6 @@ def _shard_module(root: Any, mesh: Any) -> None:
         # The loss of a minibatch is the sum over processes, so gradients are summed, not averaged.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
-
-
-def _call(_: Any, function: Callable[[], dict[str, Tensor]]) -> dict[str, Tensor]:
-    return function()
 
 
 def _subclass(mixin: type, base: type) -> Any:

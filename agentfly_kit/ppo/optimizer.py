@@ -43,8 +43,7 @@ def adamw(
     """
     check_value("lr", lr, limit="above 0")
     policy.check_head()
-    types = {p.dtype for p in policy.parameters() if p.requires_grad}
-    if torch.float16 in types:
+    if any(p.requires_grad and p.dtype == torch.float16 for p in policy.parameters()):
         raise SettingsError(
             "policy must not have trainable weights of type float16, because Adam's updates are wrong in float16; load "
             'the policy with dtype="float32", and use PPOConfig(autocast=...) for speed'

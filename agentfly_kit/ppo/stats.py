@@ -116,8 +116,7 @@ class RunningStats:
 
     def add(self, values: Mapping[str, Tensor]) -> None:
         """Add the statistics of a micro-batch. Missing statistics count as 0."""
-        first = next(iter(values.values()))
-        zero = first.new_zeros((), dtype=torch.float64)
+        zero = next(iter(values.values())).new_zeros((), dtype=torch.float64)
         self.merge(torch.stack([values[name].detach().double() if name in values else zero for name in self.NAMES]))
 
     def merge(self, values: Tensor) -> None:

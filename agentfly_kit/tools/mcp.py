@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import json
+import operator
 import re
 import shlex
 import tempfile
@@ -176,7 +176,7 @@ class _Session:
         found: list[Any] = []
         cursor: str | None = None
         for _ in range(_PAGES):
-            page = await self._request(functools.partial(_list_page, cursor=cursor))
+            page = await self._request(operator.methodcaller("list_tools", cursor=cursor))
             found += page.tools
             cursor = page.next_cursor
             if not cursor:
@@ -204,10 +204,6 @@ class _Session:
             if error.code == CONNECTION_CLOSED:
                 raise SandboxError(f"the MCP server {self._label} ended: {error}") from error
             raise
-
-
-async def _list_page(client: Any, cursor: str | None) -> Any:
-    return await client.list_tools(cursor=cursor)
 
 
 def _innermost(error: BaseException) -> BaseException:

@@ -149,9 +149,11 @@ def adds_iterations(known: Mapping[str, Any], wanted: Mapping[str, Any], done: i
 
 
 def _teacher(teacher: Policy | Engine) -> str:
-    if isinstance(teacher, Policy):
-        return teacher.fingerprint()
-    return str(getattr(teacher, "name", getattr(teacher, "model", "")))
+    return (
+        teacher.fingerprint()
+        if isinstance(teacher, Policy)
+        else str(getattr(teacher, "name", getattr(teacher, "model", "")))
+    )
 
 
 def without_code(fingerprint: Any) -> Any:

@@ -234,7 +234,7 @@ async def test_a_reward_form_shows_what_flipped() -> None:
     assert "succeeds now" in check_static(form).text and "scored yet" not in check_static(form).text
     form._start()
     assert "these are older scores" in check_static(form).text
-    await form._stop()
+    await press(form, "cancel")
     assert repr(form) == "RewardForm(ends, 12 trajectories, 4 gained, 0 lost)"
 
 
