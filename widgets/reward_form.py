@@ -188,7 +188,7 @@ class RewardForm(ChainsView):
             "scored": scored,
             "old": _summary([a for a, _ in pairs]),
             "new": _summary([b for _, b, _ in changed]) if scored else {},
-            "last": self._about.get("new", {}),
+            "last": self._about.get("new", {}) if scored else {},
             "bars": bars([a.reward for a, _ in pairs], [b.reward for _, b, _ in changed]),
             "tally": [[k, KINDS[k], tally[k]] for k in KINDS],
             "rows": [
