@@ -137,8 +137,7 @@ class BaseChain(ChainState):
                 self.has_sampled = True
                 with self._reporting("turn", "sampling", index) as event:
                     seed = self._action_seed(attempt)
-                    images = spans_of(self.turn.row_path)
-                    given = (messages, self._schemas, self._constraint, images)
+                    given = (messages, self._schemas, self._constraint, spans_of(self.turn.row_path))
                     request = TurnRequest(self.task, index, self._session, *given)
                     sample = await agent.engine.sample(ids, sampling, seed, request=request)
                     turn = self._action_turn(sample, sampling, seed)
@@ -207,7 +206,8 @@ class LoopChain(BaseChain):
             follows_observation = action.parent is not None and action.parent.kind == "observation"
             if self.hooks.branch is not None and action.kind == "action" and follows_observation:
                 await self.hooks.branch(self, action)
-            if self._compacting_can_help():
+            # Compacting can help only if the current row contains turns other than its prompt.
+            if self.stop == "context_full" and len(self.turn.row_path) > 1:
                 await call_hook(agent.on_context_full, self)
         if self.stop is None and self.pending_calls:
             await self.act()
@@ -219,10 +219,6 @@ class LoopChain(BaseChain):
             if self.hooks.spawn is None:
                 raise SettingsError("after_observation requested forks of a chain that is not in a rollout")
             await self.hooks.spawn(self, count)
-
-    def _compacting_can_help(self) -> bool:
-        """Return True if the context is full and the current row contains turns other than its prompt."""
-        return self.stop == "context_full" and len(self.turn.row_path) > 1
 
     # --- preparing ---
 
@@ -243,10 +239,8 @@ class LoopChain(BaseChain):
         if content:
             if self.turn.parent is not None:
                 raise SettingsError("before_chain must not return content for a chain that has already begun")
-            if isinstance(content, str):
-                messages = append_text(self.turn.messages, content)
-            else:
-                messages = (*self.turn.messages, *content)
+            old = self.turn.messages
+            messages = append_text(old, content) if isinstance(content, str) else (*old, *content)
             self._append(prompt_turn(self.agent, messages, "task"))
         return self.turn
 

@@ -61,8 +61,7 @@ def chunks(request: Request, replies: list[Reply], answer_id: str) -> Iterator[s
         calls = delta.pop("tool_calls", None)
         if calls:
             delta["tool_calls"] = [{"index": k, **call} for k, call in enumerate(calls)]
-        begun = {"index": i, "delta": delta, "finish_reason": None}
-        choices.append({**begun, "logprobs": logprobs})
+        choices.append({"index": i, "delta": delta, "finish_reason": None, "logprobs": logprobs})
         choices.append({"index": i, "delta": {}, "finish_reason": reply.finish})
     begin = head(f"chatcmpl-{answer_id}", "chat.completion.chunk", request.model)
     return chunk_events(request, begin, choices, replies)

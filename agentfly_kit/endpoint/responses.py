@@ -178,8 +178,7 @@ def events(answer: dict[str, Any]) -> Iterator[str]:
             yield event("response.function_call_arguments.delta", **at, delta=arguments)
             yield event("response.function_call_arguments.done", **at, arguments=arguments, name=name)
         yield event("response.output_item.done", output_index=i, item=item)
-    done = "response.incomplete" if answer["status"] == "incomplete" else "response.completed"
-    yield event(done, response=answer)
+    yield event("response.incomplete" if answer["status"] == "incomplete" else "response.completed", response=answer)
 
 
 async def answer(

@@ -168,8 +168,8 @@ def from_swe_bench(rows: Iterable[Mapping[str, Any]], repositories: str | Path, 
             "instruction.md": row["problem_statement"],
             "tests/test.sh": _SWE_BENCH % tuple(commands),
             "task.toml": "",
+            "solution/solve.sh": f"git apply - <<'END OF PATCH'\n{row.get('patch', '')}\nEND OF PATCH\n",
         }
-        texts["solution/solve.sh"] = f"git apply - <<'END OF PATCH'\n{row.get('patch', '')}\nEND OF PATCH\n"
         for name, text in texts.items():
             (made / name).parent.mkdir(parents=True, exist_ok=True)
             (made / name).write_text(text, encoding="utf-8")
@@ -317,8 +317,9 @@ class Harbor(base.SandboxEnvironment):
         await sandbox.copy(folder["path"] / "tests", "/tests")
         await sandbox.copy({}, "/logs/verifier")
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in folder["test_variables"].items())
-        command = f"env {variables} bash /tests/test.sh > /logs/verifier/test-stdout.txt 2>&1"
-        await sandbox.run(command, folder["test_seconds"])
+        await sandbox.run(
+            f"env {variables} bash /tests/test.sh > /logs/verifier/test-stdout.txt 2>&1", folder["test_seconds"]
+        )
         written = await sandbox.run("cd /logs/verifier; cat reward.json 2> /dev/null || cat reward.txt")
         numbers = _numbers(written.stdout)
         if len(numbers) > 1 and "reward" not in numbers:

@@ -195,8 +195,7 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Play:
     """Play a random move that is legal in the initial position."""
-    moves = sorted(str(move) for move in from_fen(task.fields["fen"]).legal_moves)
-    return "play", {"move": rng.choice(moves)}
+    return "play", {"move": rng.choice(sorted(str(move) for move in from_fen(task.fields["fen"]).legal_moves))}
 
 
 family = Family(

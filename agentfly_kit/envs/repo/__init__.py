@@ -168,17 +168,20 @@ class Repo(SandboxEnvironment):
         # First run the test files with initially failing tests. If one still fails, skip the other test files.
         mended = {name.partition("::")[0] for name in first}
         for paths in (mended, was.tests.keys() - mended):
-            graded = await grade(grader, was, files, only=paths)
-            results |= {name: why is None for name, why in graded.items()}
+            results |= {name: why is None for name, why in await grade(grader, was, files, only=paths).items()}
             if not all(results[name] for name in first & results.keys()):
                 break  # the reward is already 0
         fixed = [passed for name, passed in results.items() if name in first]
         kept = [passed for name, passed in results.items() if name not in first]
         good = all(fixed) and all(kept)
         return {
-            "reward": float(good), "success": float(good), "fixed": sum(fixed) / len(fixed) if fixed else 1.0,
-            "kept": sum(kept) / len(kept) if kept else 1.0, "edits": float(self.edits), "submitted": float(self.done),
-        }  # fmt: skip
+            "reward": float(good),
+            "success": float(good),
+            "fixed": sum(fixed) / len(fixed) if fixed else 1.0,
+            "kept": sum(kept) / len(kept) if kept else 1.0,
+            "edits": float(self.edits),
+            "submitted": float(self.done),
+        }
 
     async def fork(self, into: Repo) -> None:
         """Copy the files and the state of the shell, or raise SandboxError if background processes are running."""
@@ -350,10 +353,10 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
     plan: list[Move] = []
     for bug in task.fields["bugs"]:
         old, new = patch(bug, broken.files[bug["file"]])
-        plan.append(
-            ("read_file", {"path": bug["file"], "first_line": max(1, bug["line"] - 3), "last_line": bug["line"] + 3})
-        )
-        plan.append(("edit_file", {"path": bug["file"], "old": old, "new": new}))
+        plan += [
+            ("read_file", {"path": bug["file"], "first_line": max(1, bug["line"] - 3), "last_line": bug["line"] + 3}),
+            ("edit_file", {"path": bug["file"], "old": old, "new": new}),
+        ]
     plan.append(("submit", {}))
     return plan[len(tool_outputs(messages))]
 
