@@ -206,8 +206,7 @@ class LoopChain(BaseChain):
             follows_observation = action.parent is not None and action.parent.kind == "observation"
             if self.hooks.branch is not None and action.kind == "action" and follows_observation:
                 await self.hooks.branch(self, action)
-            # Compacting can help only if the current row contains turns other than its prompt.
-            if self.stop == "context_full" and len(self.turn.row_path) > 1:
+            if self._compacting_can_help():
                 await call_hook(agent.on_context_full, self)
         if self.stop is None and self.pending_calls:
             await self.act()
@@ -219,6 +218,10 @@ class LoopChain(BaseChain):
             if self.hooks.spawn is None:
                 raise SettingsError("after_observation requested forks of a chain that is not in a rollout")
             await self.hooks.spawn(self, count)
+
+    def _compacting_can_help(self) -> bool:
+        """Return True if the context is full and the current row contains turns other than its prompt."""
+        return self.stop == "context_full" and len(self.turn.row_path) > 1
 
     # --- preparing ---
 

@@ -85,8 +85,7 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     for tool in tools:
         if tool.get("type") != "function":
             raise RequestError(f"'tools': only functions are supported, got {tool!r:.80}")
-    given = [(tool.get("name"), tool.get("description"), tool.get("parameters")) for tool in tools]
-    return [function_tool(*fields) for fields in given]
+    return [function_tool(tool.get("name"), tool.get("description"), tool.get("parameters")) for tool in tools]
 
 
 def response(reply: Reply, answer_id: str, body: Mapping[str, Any]) -> dict[str, Any]:

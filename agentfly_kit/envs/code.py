@@ -153,8 +153,11 @@ def _built_in_names(code: str) -> tuple[str, ...]:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ()
-    names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return tuple(name for name in names if hasattr(builtins, name))
+    return tuple(
+        node.name
+        for node in body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and hasattr(builtins, node.name)
+    )
 
 
 # --- generated tasks -----------------------------------------------------------------------------

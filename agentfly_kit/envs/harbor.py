@@ -198,8 +198,13 @@ def _git(folder: Path, *arguments: str, given: bytes | None = None) -> bytes:
 
 def _hash(folder: Path) -> str:
     """Return a hash of the names and contents of all files in a folder."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    return digest(*(f"{file.relative_to(folder)}\0{file.read_bytes().decode('latin-1')}" for file in files))
+    return digest(
+        *(
+            f"{file.relative_to(folder)}\0{file.read_bytes().decode('latin-1')}"
+            for file in sorted(folder.rglob("*"))
+            if file.is_file()
+        )
+    )
 
 
 # --- the environment -----------------------------------------------------------------------------

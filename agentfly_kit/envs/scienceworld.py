@@ -247,8 +247,10 @@ class ScienceWorld:
         except Exception as error:
             await asyncio.sleep(0.05)  # the exit of a process becomes visible after a short delay
             if not simulator.alive:
-                heap = f"; its heap of memory_mb={self.memory_mb} may have been too small"
-                raise SandboxError(f"ScienceWorld's Java process has ended{heap}") from error
+                raise SandboxError(
+                    "ScienceWorld's Java process has ended; its heap of "
+                    f"memory_mb={self.memory_mb} may have been too small"
+                ) from error
             raise
 
     def check_task(self, task: Task) -> None:

@@ -271,13 +271,13 @@ class VLLMEngine(Engine):
                 "block_size": 32,
                 "kv_cache_memory_bytes": _kv_bytes(self._text_config, sequences * min(self.max_length, 4096)),
             }
-        settings |= self._engine_args
-        settings |= {
+        return {
+            **settings,
+            **self._engine_args,
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",  # ignore the checkpoint's default sampling settings
             "worker_extension_cls": "agentfly_kit.engines.vllm.worker.WorkerExtension",
         }
-        return settings
 
     # --- sampling ---
 

@@ -175,10 +175,9 @@ def _lichess(row: dict[str, str], where: str) -> dict[str, Any]:
         raise SettingsError(f"{where}: {error}") from error
     if not line:
         raise SettingsError(f"{where}: a puzzle must have at least two moves, starting with the opponent's")
-    side = "White" if board.turn else "Black"
     return {
         "id": row["PuzzleId"],
-        "question": f"{side} to move. Find the best moves.\n{fen_of(board)}",
+        "question": f"{'White' if board.turn else 'Black'} to move. Find the best moves.\n{fen_of(board)}",
         "fen": fen_of(board),
         "solution": line,
         "rating": int(row["Rating"]) if (row.get("Rating") or "").isdecimal() else None,

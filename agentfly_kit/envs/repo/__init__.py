@@ -168,7 +168,8 @@ class Repo(SandboxEnvironment):
         # First run the test files with initially failing tests. If one still fails, skip the other test files.
         mended = {name.partition("::")[0] for name in first}
         for paths in (mended, was.tests.keys() - mended):
-            results |= {name: why is None for name, why in await grade(grader, was, files, only=paths).items()}
+            graded = await grade(grader, was, files, only=paths)
+            results |= {name: why is None for name, why in graded.items()}
             if not all(results[name] for name in first & results.keys()):
                 break  # the reward is already 0
         fixed = [passed for name, passed in results.items() if name in first]

@@ -111,14 +111,17 @@ class Container(Displayable):
     def limit_mechanisms(self, limits: Limits) -> dict[str, str]:
         """Return a description of how each limit is enforced; "not limited" for a limit that is None."""
         group = "the container's control group, all processes together"
-        network = f"{self.network or 'the default network'}, as requested"
         return limits.describe(
             {
                 "memory_mb": group,
                 "processes": group,
                 "cpu_seconds": "the control group's clock, else RLIMIT_CPU",
                 "disk_mb": "size of its own /tmp",
-                "network": network if limits.network else "only its own loopback interface",
+                "network": (
+                    f"{self.network or 'the default network'}, as requested"
+                    if limits.network
+                    else "only its own loopback interface"
+                ),
             }
         )
 
