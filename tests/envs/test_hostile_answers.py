@@ -87,8 +87,8 @@ async def test_no_argument_of_a_tool_fails_its_chain(name: str) -> None:
 # Number of regular expressions of each module. Every function that applies one to text of a model is in READERS.
 PATTERNS = {
     "alfworld/house.py": 1, "alfworld/official.py": 3, "chess/board.py": 2, "code.py": 1, "exact.py": 6,
-    "harbor.py": 4, "judge/__init__.py": 2, "judge/judging.py": 7, "qa.py": 1, "repo/__init__.py": 1, "repo/grading.py": 1,
-    "repo/mutation.py": 1, "retrieval.py": 1, "search/__init__.py": 1, "sql.py": 2,
+    "harbor.py": 4, "judge/__init__.py": 2, "judge/judging.py": 7, "qa.py": 1, "repo/__init__.py": 1,
+    "repo/grading.py": 1, "repo/mutation.py": 1, "retrieval.py": 1, "search/__init__.py": 1, "sql.py": 2,
     "webshop/__init__.py": 1, "webshop/catalogue.py": 1, "webshop/scoring.py": 2,
 }  # fmt: skip
 SESSION = SimpleNamespace(
