@@ -137,8 +137,7 @@ class BaseChain(ChainState):
                 self.has_sampled = True
                 with self._reporting("turn", "sampling", index) as event:
                     seed = self._action_seed(attempt)
-                    images = spans_of(self.turn.row_path)
-                    given = (messages, self._schemas, self._constraint, images)
+                    given = (messages, self._schemas, self._constraint, spans_of(self.turn.row_path))
                     request = TurnRequest(self.task, index, self._session, *given)
                     sample = await agent.engine.sample(ids, sampling, seed, request=request)
                     turn = self._action_turn(sample, sampling, seed)
@@ -243,10 +242,8 @@ class LoopChain(BaseChain):
         if content:
             if self.turn.parent is not None:
                 raise SettingsError("before_chain must not return content for a chain that has already begun")
-            if isinstance(content, str):
-                messages = append_text(self.turn.messages, content)
-            else:
-                messages = (*self.turn.messages, *content)
+            old = self.turn.messages
+            messages = append_text(old, content) if isinstance(content, str) else (*old, *content)
             self._append(prompt_turn(self.agent, messages, "task"))
         return self.turn
 

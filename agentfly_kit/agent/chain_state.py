@@ -191,8 +191,7 @@ class ChainState(Displayable):
     def _drop_observation_ids(self) -> None:
         """If the last turn is an observation, remove its token ids, because no engine has received them."""
         if self.turn.kind == "observation" and self.agent.exact:
-            fields = text_fields(self.agent, self.turn.messages)
-            self._append(dataclasses.replace(self.turn, **fields), self.stop)
+            self._append(dataclasses.replace(self.turn, **text_fields(self.agent, self.turn.messages)), self.stop)
 
     def _end(self, stop: str, error: Failure | None = None) -> Turn:
         """End the chain, and return the last turn."""

@@ -30,8 +30,7 @@ def make_constraint(agent: AgentSettings, tools: Sequence[dict[str, Any]], optio
         if options.must_call:
             body["tool_choice"] = {"type": "function", "function": {"name": options.must_call}}
     if options.schema is not None:
-        form = {"name": "reply", "schema": options.schema}
-        body["response_format"] = {"type": "json_schema", "json_schema": form}
+        body["response_format"] = {"type": "json_schema", "json_schema": {"name": "reply", "schema": options.schema}}
     if reason := agent.engine.constraint_obstacle():
         raise NotImplementedError(reason)
     choices: list[tuple[str, ...]] = []
@@ -45,6 +44,5 @@ def make_constraint(agent: AgentSettings, tools: Sequence[dict[str, Any]], optio
         if options.must_call is None:
             choices.append(("", json.dumps(options.schema)))
     # A prompt given as text or ids bypasses the chat template, which may end with an opening tag of a thought.
-    templated = agent.exact and options.prompt is None
-    thinking_end = agent.chat.thinking_end if templated else ""
+    thinking_end = agent.chat.thinking_end if agent.exact and options.prompt is None else ""
     return Constraint(tuple(choices), thinking_end, json.dumps(body))

@@ -371,8 +371,7 @@ class HarnessChain(BaseChain):
         """Continue the longest row without messages whose ids are a prefix of `ids`, or start a row. Return the row."""
         rows = [row for row in self._rows if row.tools == _PLAIN and ids[: len(found := self._row_ids(row))] == found]
         row = max(rows, key=lambda row: len(self._row_ids(row)), default=None)
-        new = ids if row is None else ids[len(self._row_ids(row)) :]
-        fields = token_fields(self.agent, new)
+        fields = token_fields(self.agent, ids if row is None else ids[len(self._row_ids(row)) :])
         messages: tuple[Message, ...] = ({"role": "user", "content": fields["text"]},)
         if row is None:
             return self._append_row(messages, _PLAIN, fields, [Segment((), 0, False)])

@@ -43,8 +43,7 @@ def sliding_window(steps: int) -> Callable[[Any], None]:
             last = [{"role": "user", "content": message["content"]} for message in chain.turn.messages]
             chain.compact([*opening, *last], author="window")
         elif steps == 0:
-            text = "\n".join(map(text_of, chain.turn.messages))
-            chain.compact(text, author="window")
+            chain.compact("\n".join(map(text_of, chain.turn.messages)), author="window")
         else:
             chain.compact([*opening, *(m for step in shown[-steps:] for m in step)], author="window")
 

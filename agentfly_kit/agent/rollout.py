@@ -245,8 +245,7 @@ class Rollout(Displayable):
             known = {} if t.success is None else {"success": float(t.success)}
             return t.replace(reward=reward, turns=turns, metrics={**t.metrics, **known})
 
-        groups = [Group(group.id, tuple(map(summed, group))) for group in self.groups]
-        return dataclasses.replace(self, groups=tuple(groups))
+        return dataclasses.replace(self, groups=tuple(Group(g.id, tuple(map(summed, g))) for g in self.groups))
 
     def diff(self, other: Rollout) -> RolloutDiff:
         """Compare this rollout with a later rollout of the same tasks, chain by chain."""

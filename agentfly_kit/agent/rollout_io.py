@@ -128,11 +128,7 @@ def dump_json(value: Any, where: str, images: dict[str, Any] | None = None) -> s
 
 @functools.cache
 def _defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    found = []
-    for f in fields(kind):
-        default = f.default if f.default_factory is MISSING else f.default_factory()
-        found.append((f.name, default))
-    return tuple(found)
+    return tuple((f.name, f.default if f.default_factory is MISSING else f.default_factory()) for f in fields(kind))
 
 
 def _record_to_json(record: Any) -> dict[str, Any]:
@@ -180,8 +176,7 @@ def _trajectory_from_json(data: dict[str, Any], token_texts: dict[int, str], fol
                 message["content"] = tuple(_decode(message["content"], folder))
         raw["images"] = tuple(ImageSpan(*_decode(span, folder)) for span in raw.get("images", ()))
         if "alternatives" in raw:
-            positions = [tuple(map(tuple, position)) for position in raw["alternatives"]]
-            raw["alternatives"] = tuple(positions)
+            raw["alternatives"] = tuple(tuple(map(tuple, position)) for position in raw["alternatives"])
         raw["label"] = raw.pop("place", "")
         if raw["ids"] is not None and "pieces" not in raw:
             raw["token_texts"] = tuple(token_texts.get(i, f"[{i}]") for i in raw["ids"])
@@ -225,10 +220,7 @@ def write(
             if turn.ids is not None and turn.token_texts is not None:
                 token_texts.update(zip(turn.ids, turn.token_texts, strict=True))
     images: dict[str, Any] = {}
-    lines = []
-    for t in trajectories:
-        text = dump_json(_trajectory_to_json(t), f"trajectory {t.id!r}", images)
-        lines.append(f"{text}\n")
+    lines = [f"{dump_json(_trajectory_to_json(t), f'trajectory {t.id!r}', images)}\n" for t in trajectories]
     version = 2 if any(turn.row for t in trajectories for turn in t.turns) else 1
     if any(f'"{_TYPE}":' in line for line in lines):
         version = _VERSION if images else 3
@@ -266,7 +258,6 @@ def read(path: Path) -> tuple[list[Trajectory], float, dict[str, str], int]:
                 if header["version"] >= 3:
                     data["task"] = _decode(data["task"], folder)
                 trajectories.append(_trajectory_from_json(data, token_texts, folder))
-        not_run = dict(header.get("not_run", {}))
-        return trajectories, header["seconds"], not_run, header.get("forks_refused", 0)
+        return trajectories, header["seconds"], dict(header.get("not_run", {})), header.get("forks_refused", 0)
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise RunError(f"{path}:{number} is damaged: {type(error).__name__}: {error}") from error

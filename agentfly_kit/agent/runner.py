@@ -288,8 +288,7 @@ class RolloutHandle(Handle[Rollout], Displayable):
         slots = getattr(self.agent.engine, "slots", self._request.max_concurrency)
         if self._queue and self._running_workers < min(self._request.max_concurrency, slots):
             self._running_workers += 1
-            name = f"agentfly-chain-{len(self._workers)}"
-            self._workers.append(asyncio.create_task(self._work(), name=name))
+            self._workers.append(asyncio.create_task(self._work(), name=f"agentfly-chain-{len(self._workers)}"))
 
     async def _work(self) -> None:
         """Run chains from the queue until it is empty."""

@@ -46,9 +46,16 @@ _LIMITS = {
 
 # Settings that cannot be combined with a harness, because it replaces the built-in agent loop.
 _WITHOUT_HARNESS = (
-    "tools", "system", "max_tool_calls", "nudge", "before_chain", "before_turn", "after_observation", "on_context_full",
+    "tools",
+    "system",
+    "max_tool_calls",
+    "nudge",
+    "before_chain",
+    "before_turn",
+    "after_observation",
+    "on_context_full",
     "user",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, eq=False)

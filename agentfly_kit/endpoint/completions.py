@@ -49,8 +49,11 @@ def completion(request: Request, replies: list[Reply], answer_id: str) -> dict[s
         }
         for i, (reply, logprobs) in enumerate(_with_logprobs(request, replies))
     ]
-    begin = head(f"chatcmpl-{answer_id}", "chat.completion", request.model)
-    return {**begin, "choices": choices, "usage": usage(replies)}
+    return {
+        **head(f"chatcmpl-{answer_id}", "chat.completion", request.model),
+        "choices": choices,
+        "usage": usage(replies),
+    }
 
 
 def chunks(request: Request, replies: list[Reply], answer_id: str) -> Iterator[str]:
@@ -61,9 +64,10 @@ def chunks(request: Request, replies: list[Reply], answer_id: str) -> Iterator[s
         calls = delta.pop("tool_calls", None)
         if calls:
             delta["tool_calls"] = [{"index": k, **call} for k, call in enumerate(calls)]
-        begun = {"index": i, "delta": delta, "finish_reason": None}
-        choices.append({**begun, "logprobs": logprobs})
-        choices.append({"index": i, "delta": {}, "finish_reason": reply.finish})
+        choices += [
+            {"index": i, "delta": delta, "finish_reason": None, "logprobs": logprobs},
+            {"index": i, "delta": {}, "finish_reason": reply.finish},
+        ]
     begin = head(f"chatcmpl-{answer_id}", "chat.completion.chunk", request.model)
     return chunk_events(request, begin, choices, replies)
 

@@ -83,8 +83,7 @@ class Endpoint(Displayable):
         self._earlier: dict[str, list[dict[str, Any]]] = {}
 
     def __repr__(self) -> str:
-        state = ", closed" if self._closed else ""
-        return f"Endpoint({self._name!r}, {self.usage.requests} requests{state})"
+        return f"Endpoint({self._name!r}, {self.usage.requests} requests{', closed' if self._closed else ''})"
 
     # --- clients ---
 
@@ -143,8 +142,7 @@ class Endpoint(Displayable):
 
         class Transport(httpx.AsyncBaseTransport):  # type: ignore[misc, name-defined]
             async def handle_async_request(transport, request: Any) -> Any:
-                body = await request.aread()
-                answer = await self.handle(request.method, request.url.path, body)
+                answer = await self.handle(request.method, request.url.path, await request.aread())
                 return httpx.Response(
                     answer.status,
                     headers={"content-type": answer.content_type},
@@ -187,8 +185,7 @@ class Endpoint(Displayable):
                 return _json_answer(_MODELS)
             if method != "POST":
                 raise RequestError(f"{method} {path} is not supported", status=404)
-            work = self._answer(path, _read_json(body))
-            return _to_answer(await self._on_loop(work))
+            return _to_answer(await self._on_loop(self._answer(path, _read_json(body))))
         except RequestError as error:
             return _json_answer(error.body, error.status)
         except (AgentFlyError, RecursionError) as error:  # the messages or tools are invalid or too deeply nested
@@ -211,14 +208,14 @@ class Endpoint(Displayable):
             with validating():
                 request = messages.read_request(body)
             return {"input_tokens": await self._count_tokens(request.messages, request.tools)}
-        text = f"{path} is not supported; use /chat/completions, /completions, /responses or /messages"
-        raise RequestError(text, status=404)
+        raise RequestError(
+            f"{path} is not supported; use /chat/completions, /completions, /responses or /messages", status=404
+        )
 
     async def _sample(self, request: Request) -> list[Reply]:
         for key, text in request.warnings:
             self._warn(key, text)
-        given = (request.messages, request.tools, request.options)
-        replies = [await self._reply(*given) for _ in range(request.n)]
+        replies = [await self._reply(request.messages, request.tools, request.options) for _ in range(request.n)]
         counts = usage(replies)
         self.usage.requests += 1
         self.usage.prompt_tokens += counts["prompt_tokens"]
@@ -229,8 +226,7 @@ class Endpoint(Displayable):
         """Await `work` in the event loop of the chain, even if the caller uses a loop in another thread."""
         if asyncio.get_running_loop() is self._loop:
             return await work
-        running = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return await asyncio.wrap_future(running)
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
     async def close(self) -> None:
         """Reject all further requests. The server is stopped if no other endpoint uses it."""

@@ -48,8 +48,7 @@ def read_request(body: Mapping[str, Any]) -> Request:
             )
     given = [(tool.get("name"), tool.get("description"), tool.get("input_schema")) for tool in tools]
     own = [function_tool(*fields) for fields in given]
-    stop = body.get("stop_sequences")
-    return make_request(body, messages, own, "max_tokens", stop=stop)
+    return make_request(body, messages, own, "max_tokens", stop=body.get("stop_sequences"))
 
 
 def _read_message(role: Any, content: Any, where: str) -> Iterator[dict[str, Any]]:
@@ -63,8 +62,7 @@ def _read_message(role: Any, content: Any, where: str) -> Iterator[dict[str, Any
     for block in content:
         kind = block.get("type")
         if kind == "tool_use" and role == "assistant":
-            arguments = json.dumps(block.get("input"))
-            calls.append(function_call(block.get("id"), block.get("name"), arguments))
+            calls.append(function_call(block.get("id"), block.get("name"), json.dumps(block.get("input"))))
         elif kind == "tool_result" and role == "user":
             if texts:
                 yield {"role": role, "content": texts}

@@ -87,10 +87,14 @@ class RequestError(AgentFlyError):
     @property
     def body(self) -> dict[str, Any]:
         """The body of the error response, which is valid in the APIs of OpenAI and of Anthropic."""
-        kind = _ERROR_TYPES.get(self.status, "invalid_request_error")
         return {
             "type": "error",
-            "error": {"type": kind, "message": str(self), "code": self.code, "param": None},
+            "error": {
+                "type": _ERROR_TYPES.get(self.status, "invalid_request_error"),
+                "message": str(self),
+                "code": self.code,
+                "param": None,
+            },
         }
 
 

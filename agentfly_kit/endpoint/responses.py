@@ -85,8 +85,7 @@ def read_tools(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     for tool in tools:
         if tool.get("type") != "function":
             raise RequestError(f"'tools': only functions are supported, got {tool!r:.80}")
-    given = [(tool.get("name"), tool.get("description"), tool.get("parameters")) for tool in tools]
-    return [function_tool(*fields) for fields in given]
+    return [function_tool(tool.get("name"), tool.get("description"), tool.get("parameters")) for tool in tools]
 
 
 def response(reply: Reply, answer_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,8 +177,7 @@ def events(answer: dict[str, Any]) -> Iterator[str]:
             yield event("response.function_call_arguments.delta", **at, delta=arguments)
             yield event("response.function_call_arguments.done", **at, arguments=arguments, name=name)
         yield event("response.output_item.done", output_index=i, item=item)
-    done = "response.incomplete" if answer["status"] == "incomplete" else "response.completed"
-    yield event(done, response=answer)
+    yield event("response.incomplete" if answer["status"] == "incomplete" else "response.completed", response=answer)
 
 
 async def answer(

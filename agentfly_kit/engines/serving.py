@@ -178,12 +178,8 @@ def _stop(process: subprocess.Popen[bytes], folder: Path) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def _main() -> None:
+if __name__ == "__main__":
     import runpy
 
     exit_with(int(sys.argv.pop(1)), -os.getpgrp())
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    _main()

@@ -123,9 +123,13 @@ class Code:
         if not source.strip():
             return scores
         grade = await grader.grade(
-            source, self._tests, setup=self._setup, names=_built_in_names(self._code), timeout=self._seconds,
+            source,
+            self._tests,
+            setup=self._setup,
+            names=_built_in_names(self._code),
+            timeout=self._seconds,
             total=4 * self._seconds,
-        )  # fmt: skip
+        )
         reward = grade.share if self._partial else float(grade.ok)
         return scores | {"reward": reward, "success": float(grade.ok), "loads": float(grade.error is None)}
 
@@ -149,8 +153,11 @@ def _built_in_names(code: str) -> tuple[str, ...]:
         body = ast.parse(code).body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return ()
-    names = [node.name for node in body if isinstance(node, ast.FunctionDef | ast.ClassDef)]
-    return tuple(name for name in names if hasattr(builtins, name))
+    return tuple(
+        node.name
+        for node in body
+        if isinstance(node, ast.FunctionDef | ast.ClassDef) and hasattr(builtins, node.name)
+    )
 
 
 # --- generated tasks -----------------------------------------------------------------------------
@@ -184,9 +191,15 @@ def value(steps: Sequence[Step], x: int) -> int:
     """Apply the steps to x, in order, and return the result."""
     for what, number in steps:
         x = {
-            "add": x + number, "subtract": x - number, "multiply by": x * number, "remainder by": x % number,
-            "at least": max(x, number), "at most": min(x, number), "negate": -x, "square": x * x,
-        }[what]  # fmt: skip
+            "add": x + number,
+            "subtract": x - number,
+            "multiply by": x * number,
+            "remainder by": x % number,
+            "at least": max(x, number),
+            "at most": min(x, number),
+            "negate": -x,
+            "square": x * x,
+        }[what]
     return x
 
 
@@ -286,9 +299,12 @@ def _mbpp(row: Any, where: str, shown: int | None) -> dict[str, Any]:
     visible = tests if shown is None else tests[:shown]
     question = "\n".join([text.strip(), *(["It must pass:"] if visible else []), *visible])
     return {
-        "task_id": given.get("task_id"), "question": question, "code": code.replace("\r\n", "\n"), "test_list": tests,
+        "task_id": given.get("task_id"),
+        "question": question,
+        "code": code.replace("\r\n", "\n"),
+        "test_list": tests,
         "test_setup_code": before.replace("\r\n", "\n"),
-    }  # fmt: skip
+    }
 
 
 # --- scripted players ----------------------------------------------------------------------------

@@ -117,8 +117,11 @@ class Competition:
     def score(self, predictions: Sequence[float]) -> tuple[float, float, float]:
         """Return the raw score on the public half of the test rows, and the positions on both leaderboards."""
         public, private = (raw_score(self.metric, predictions[i::2], self.labels[i::2]) for i in (0, 1))
-        places = (position(public, self.public, lower=self.lower), position(private, self.private, lower=self.lower))
-        return public, *places
+        return (
+            public,
+            position(public, self.public, lower=self.lower),
+            position(private, self.private, lower=self.lower),
+        )
 
     @functools.cached_property
     def files(self) -> dict[str, str]:

@@ -168,8 +168,8 @@ def from_swe_bench(rows: Iterable[Mapping[str, Any]], repositories: str | Path, 
             "instruction.md": row["problem_statement"],
             "tests/test.sh": _SWE_BENCH % tuple(commands),
             "task.toml": "",
+            "solution/solve.sh": f"git apply - <<'END OF PATCH'\n{row.get('patch', '')}\nEND OF PATCH\n",
         }
-        texts["solution/solve.sh"] = f"git apply - <<'END OF PATCH'\n{row.get('patch', '')}\nEND OF PATCH\n"
         for name, text in texts.items():
             (made / name).parent.mkdir(parents=True, exist_ok=True)
             (made / name).write_text(text, encoding="utf-8")
@@ -198,8 +198,13 @@ def _git(folder: Path, *arguments: str, given: bytes | None = None) -> bytes:
 
 def _hash(folder: Path) -> str:
     """Return a hash of the names and contents of all files in a folder."""
-    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
-    return digest(*(f"{file.relative_to(folder)}\0{file.read_bytes().decode('latin-1')}" for file in files))
+    return digest(
+        *(
+            f"{file.relative_to(folder)}\0{file.read_bytes().decode('latin-1')}"
+            for file in sorted(folder.rglob("*"))
+            if file.is_file()
+        )
+    )
 
 
 # --- the environment -----------------------------------------------------------------------------
@@ -317,8 +322,9 @@ class Harbor(base.SandboxEnvironment):
         await sandbox.copy(folder["path"] / "tests", "/tests")
         await sandbox.copy({}, "/logs/verifier")
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in folder["test_variables"].items())
-        command = f"env {variables} bash /tests/test.sh > /logs/verifier/test-stdout.txt 2>&1"
-        await sandbox.run(command, folder["test_seconds"])
+        await sandbox.run(
+            f"env {variables} bash /tests/test.sh > /logs/verifier/test-stdout.txt 2>&1", folder["test_seconds"]
+        )
         written = await sandbox.run("cd /logs/verifier; cat reward.json 2> /dev/null || cat reward.txt")
         numbers = _numbers(written.stdout)
         if len(numbers) > 1 and "reward" not in numbers:

@@ -88,8 +88,7 @@ def rows(n: int, split: str, seed: int = 0, datasets: Sequence[str] = DATASETS) 
     for name in datasets:
         if name not in known:
             raise SettingsError(f"reasoning_gym has no dataset {name!r}; it has {', '.join(sorted(known))}")
-    size = 20 * n + 100
-    sources = [iter(package.create_dataset(name, size=size, seed=seed)) for name in datasets]
+    sources = [iter(package.create_dataset(name, size=20 * n + 100, seed=seed)) for name in datasets]
     found: list[dict[str, Any]] = []
     seen: set[str] = set()
     while len(found) < n:

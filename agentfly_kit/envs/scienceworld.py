@@ -76,11 +76,20 @@ def _launch(jar: str, options: Sequence[str]) -> tuple[int, str, subprocess.Pope
         [
             # The Java process exits when its standard input is closed, so it does not outlive Python. Authentication is
             # needed because clients of the local port can run arbitrary code.
-            "java", "-classpath", os.pathsep.join((find_jar_path(), jar)), *options, "py4j.GatewayServer",
-            "--die-on-broken-pipe", "--enable-auth", "0",
+            "java",
+            "-classpath",
+            os.pathsep.join((find_jar_path(), jar)),
+            *options,
+            "py4j.GatewayServer",
+            "--die-on-broken-pipe",
+            "--enable-auth",
+            "0",
         ],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=os.path.dirname(jar),
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=os.path.dirname(jar),
+    )
     assert process.stdout is not None
     try:
         port, token = int(process.stdout.readline()), process.stdout.readline().decode().rstrip()
@@ -238,8 +247,10 @@ class ScienceWorld:
         except Exception as error:
             await asyncio.sleep(0.05)  # the exit of a process becomes visible after a short delay
             if not simulator.alive:
-                heap = f"; its heap of memory_mb={self.memory_mb} may have been too small"
-                raise SandboxError(f"ScienceWorld's Java process has ended{heap}") from error
+                raise SandboxError(
+                    "ScienceWorld's Java process has ended; its heap of "
+                    f"memory_mb={self.memory_mb} may have been too small"
+                ) from error
             raise
 
     def check_task(self, task: Task) -> None:
@@ -286,8 +297,7 @@ class ScienceWorld:
     @tool
     async def actions(self) -> str:
         """List the forms that a command can have; OBJ is an object. This is not counted as a command."""
-        forms = await self._ask("ask", "getPossibleActions")
-        return ", ".join(form for form in forms if form != "reset task")
+        return ", ".join(form for form in await self._ask("ask", "getPossibleActions") if form != "reset task")
 
     @tool
     async def objects(self) -> str:
@@ -298,8 +308,11 @@ class ScienceWorld:
         """Return the score from 0 to 1 (0 for a failed task). The metric `score` is in percent (-100 on failure)."""
         score = round(100 * self.score)
         return {
-            "reward": max(0, score) / 100, "success": float(score >= 100), "score": score, "steps": len(self.commands)
-        }  # fmt: skip
+            "reward": max(0, score) / 100,
+            "success": float(score >= 100),
+            "score": score,
+            "steps": len(self.commands),
+        }
 
     async def fork(self, into: ScienceWorld) -> None:
         """Replay the commands in `into`, which was reset to the same task.

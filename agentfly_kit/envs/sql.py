@@ -327,10 +327,13 @@ def question(of: World, rng: random.Random) -> Question:
         ("easy", f"Which {s.key} has {number} over {value}?", f"SELECT {s.key} {every} WHERE {number} > {value}"),
         ("medium", f"Which {s.key} has the {most} {number}?", f"SELECT {s.key} {every} {sort} LIMIT 1"),
         ("medium", f"List each {s.key} by {number}, {most} first.", f"SELECT {s.key} {every} {sort}"),
-        ("medium", f"What is the total {number} of each {s.text}, by {s.text}?",
-         f"SELECT {s.text}, sum({number}) {every} {grouped}"),
+        (
+            "medium",
+            f"What is the total {number} of each {s.text}, by {s.text}?",
+            f"SELECT {s.text}, sum({number}) {every} {grouped}",
+        ),
         ("hard", f"What is the {s.what} of {key}?", f"SELECT {s.what} {join}"),
-    ]  # fmt: skip
+    ]
     hardness, asked, gold = rng.choice(kinds)
     return Question(asked, gold, hardness)
 

@@ -101,9 +101,13 @@ class Pool(Displayable, PoolCore[S]):
         self.options = options
         self._healthy = healthy
         self._arguments = {
-            "min_idle": min_idle, "max_uses": max_uses, "max_lease": max_lease, "healthy": healthy,
-            "acquire_timeout": acquire_timeout, "start_timeout": start_timeout,
-        } | options  # fmt: skip
+            "min_idle": min_idle,
+            "max_uses": max_uses,
+            "max_lease": max_lease,
+            "healthy": healthy,
+            "acquire_timeout": acquire_timeout,
+            "start_timeout": start_timeout,
+        } | options
         self.number = next(_numbers)
         _POOLS.add(self)
 
@@ -319,8 +323,10 @@ def _timeout_message(s: PoolSnapshot, timeout: float) -> str:
     if s.leased < s.size and s.starting:
         text += "sandboxes start slowly: increase timeout=, or keep some ready with min_idle="
     else:
-        text += "increase size=, or release sandboxes that are not in use; a chain stepped by hand keeps its sandbox "
-        text += "until `await chain.close()`"
+        text += (
+            "increase size=, or release sandboxes that are not in use; a chain stepped by hand keeps its sandbox "
+            "until `await chain.close()`"
+        )
     return text if s.error is None else f"{text}; the last start failed: {s.error}"
 
 

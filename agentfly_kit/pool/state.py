@@ -133,7 +133,9 @@ class PoolState:
         self._now, self._effects = now, Effects()
         event(*args)
         if may_start:
-            self._revoke_expired()
+            while self.next_expiry() <= now:
+                slot = next(iter(self._in_state["leased"].values()))
+                self._revoke(slot, "expired", f"held for {now - slot.since:.0f} s, longer than max_lease")
         if not self.closed:
             self._grant()
             if may_start:
@@ -269,11 +271,6 @@ class PoolState:
         self._effects.revoked.append((slot, reason))
         self._report(change, slot.id, slot.owner, reason)
         self._move(slot, "closing")
-
-    def _revoke_expired(self) -> None:
-        while self.next_expiry() <= self._now:
-            slot = next(iter(self._in_state["leased"].values()))
-            self._revoke(slot, "expired", f"held for {self._now - slot.since:.0f} s, longer than max_lease")
 
     def _refuse_all(self, error: BaseException | None) -> None:
         for ticket, waiter in self.waiters.items():

@@ -202,9 +202,17 @@ class Grader(Startable):
         _check(source, cases, timeout, total)
         async with self._exclusive():
             run = Grading(
-                self._work, self._tests, source, setup=setup, module=module, names=names, modules=modules, files=files,
-                timeout=timeout, total=total,
-            )  # fmt: skip
+                self._work,
+                self._tests,
+                source,
+                setup=setup,
+                module=module,
+                names=names,
+                modules=modules,
+                files=files,
+                timeout=timeout,
+                total=total,
+            )
             verdicts = []
             for number, case in enumerate(cases, 1):
                 try:
@@ -298,9 +306,19 @@ class Grading:
     """A running `Grader.grade` call, which relays requests from the tests to the submission and records verdicts."""
 
     def __init__(
-        self, work: _Half, tests: _Half, source: str, *, setup: str, module: str,
-        names: Sequence[str], modules: Sequence[str], files: Files | None, timeout: float, total: float,
-    ) -> None:  # fmt: skip
+        self,
+        work: _Half,
+        tests: _Half,
+        source: str,
+        *,
+        setup: str,
+        module: str,
+        names: Sequence[str],
+        modules: Sequence[str],
+        files: Files | None,
+        timeout: float,
+        total: float,
+    ) -> None:
         self.work, self.tests = work, tests
         self.source, self.setup, self.files = source, setup, files
         self.module, self.names, self.modules = module, list(names), list(modules)

@@ -197,8 +197,7 @@ def seed_entries(files: Files, folder: str) -> list[dict[str, Any]]:
         for name in sorted([*folders, *names]):
             file = Path(here, name)
             inside = os.path.join(folder, file.relative_to(top).as_posix())
-            status = file.lstat()
-            mode = stat.S_IMODE(status.st_mode)
+            mode = stat.S_IMODE(file.lstat().st_mode)
             if file.is_symlink():
                 found.append({"path": inside, "kind": "link", "mode": mode, "link": os.readlink(file)})
             elif file.is_dir():
@@ -211,8 +210,11 @@ def seed_entries(files: Files, folder: str) -> list[dict[str, Any]]:
 def file_chunks(path: str, mode: int, data: bytes) -> list[dict[str, Any]]:
     return [
         {
-            "path": path, "kind": "file", "mode": mode, "more": offset > 0,
+            "path": path,
+            "kind": "file",
+            "mode": mode,
+            "more": offset > 0,
             "data": base64.b64encode(data[offset : offset + _CHUNK_BYTES]).decode(),
         }
         for offset in range(0, max(1, len(data)), _CHUNK_BYTES)
-    ]  # fmt: skip
+    ]

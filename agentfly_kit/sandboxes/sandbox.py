@@ -408,8 +408,7 @@ class Sandbox(Startable):
         for pipe in handle.pipes:
             os.set_blocking(pipe, False)
         with data:
-            inside = (data.fileno(), out_inside, err_inside)
-            self._command("fresh", inside, serial=self._serial, wipe=wipe)
+            self._command("fresh", (data.fileno(), out_inside, err_inside), serial=self._serial, wipe=wipe)
         os.close(out_inside)
         os.close(err_inside)
         try:

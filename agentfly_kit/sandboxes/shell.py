@@ -96,9 +96,17 @@ class ShellSandbox(HostedSandbox):
         elif result.limit is not None:
             stderr = _INTERRUPTED.sub("", stderr)
         return ShellResult(
-            stdout=result.stdout, stderr=stderr, error=error, seconds=result.seconds, truncated=result.truncated,
-            timed_out=result.timed_out, died=ended, limit=limit, files_lost=result.files_lost, exit_code=code,
-        )  # fmt: skip
+            stdout=result.stdout,
+            stderr=stderr,
+            error=error,
+            seconds=result.seconds,
+            truncated=result.truncated,
+            timed_out=result.timed_out,
+            died=ended,
+            limit=limit,
+            files_lost=result.files_lost,
+            exit_code=code,
+        )
 
     async def run_agent(self, command: Sequence[str], endpoint: Any, timeout: float = 3600.0) -> ShellResult:
         """Run a command-line agent, which reaches the policy through an endpoint.

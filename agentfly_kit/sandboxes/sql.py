@@ -134,9 +134,15 @@ class SQLSandbox(HostedSandbox):
 
     async def _run(self, sql: str, timeout: float) -> SQLResult:
         result, reply = await self._send(
-            "query", timeout, sql=sql, engine=self.engine, memory_mb=self.limits.memory_mb, max_rows=self.max_rows,
-            max_chars=self.max_output, max_cell_chars=max(256, self.max_output // 4),
-        )  # fmt: skip
+            "query",
+            timeout,
+            sql=sql,
+            engine=self.engine,
+            memory_mb=self.limits.memory_mb,
+            max_rows=self.max_rows,
+            max_chars=self.max_output,
+            max_cell_chars=max(256, self.max_output // 4),
+        )
         found: dict[str, Any] = {}
         limit, error, died = result.limit, result.error, result.died
         try:
@@ -154,9 +160,14 @@ class SQLSandbox(HostedSandbox):
             # After a failed allocation, DuckDB may hang in its next query (seen in 1 of 8 runs with version 2.0).
             died = (await self._execute("import os\nos._exit(0)", 5.0)).died
         return SQLResult(
-            error=error, seconds=result.seconds, timed_out=result.timed_out, died=died, limit=limit,
-            files_lost=result.files_lost, **found,
-        )  # fmt: skip
+            error=error,
+            seconds=result.seconds,
+            timed_out=result.timed_out,
+            died=died,
+            limit=limit,
+            files_lost=result.files_lost,
+            **found,
+        )
 
     def _read_answer(self, answer: Any) -> dict[str, Any]:
         """Convert an untrusted answer from inside the sandbox to attributes of an SQLResult."""

@@ -221,8 +221,7 @@ class FusedLlamaDecoder:
                 self._biases.append(torch.cat([p.bias for p in parts]) if a.q_proj.bias is not None else None)
             self._weights_key = key
         if len(self._cos) < capacity:
-            span = torch.arange(capacity)[None]
-            cos, sin = self._trunk.rotary_emb(torch.zeros(1), span)
+            cos, sin = self._trunk.rotary_emb(torch.zeros(1), torch.arange(capacity)[None])
             # The rotation negates half of the elements; store the sign in the sine table.
             half = self._size // 2
             self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)

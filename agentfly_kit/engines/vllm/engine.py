@@ -87,8 +87,7 @@ class VLLMEngine(Engine):
         self.model = str(model)
         fixed = {"logprobs_mode", "worker_extension_cls", "generation_config", "mm_processor_kwargs"}
         if given := sorted(fixed.intersection(engine_args)):
-            names = ", ".join(given)
-            raise EngineError(f"engine_args must not set {names}, which would change the logprobs")
+            raise EngineError(f"engine_args must not set {', '.join(given)}, which would change the logprobs")
         self._engine_args = engine_args
         self._config = load_config(self.model)
         # Config of the language model, which may be only a part of the model.
@@ -272,13 +271,13 @@ class VLLMEngine(Engine):
                 "block_size": 32,
                 "kv_cache_memory_bytes": _kv_bytes(self._text_config, sequences * min(self.max_length, 4096)),
             }
-        settings |= self._engine_args
-        settings |= {
+        return {
+            **settings,
+            **self._engine_args,
             "logprobs_mode": "processed_logprobs",
             "generation_config": "vllm",  # ignore the checkpoint's default sampling settings
             "worker_extension_cls": "agentfly_kit.engines.vllm.worker.WorkerExtension",
         }
-        return settings
 
     # --- sampling ---
 
@@ -401,8 +400,7 @@ class VLLMEngine(Engine):
         first = 1 + EXTRA_COLUMNS
         _check_columns(got, first + top)
         flat, columns = got.logprobs, slice(first, first + top)
-        entropy = flat.logprobs[1]
-        return list(flat.token_ids[columns]), list(flat.logprobs[columns]), entropy
+        return list(flat.token_ids[columns]), list(flat.logprobs[columns]), flat.logprobs[1]
 
     # --- scoring of given tokens, for distillation ---
 

@@ -253,8 +253,7 @@ class Host:
     async def _start(self) -> None:
         with _starting, _environment(self.folder, self.log):
             # Suppress warnings about missing triton.
-            logger = logging.getLogger("torch._library.triton")
-            logger.setLevel(logging.ERROR)
+            logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
             try:
                 from vllm.engine.arg_utils import AsyncEngineArgs
                 from vllm.sampling_params import RequestOutputKind, SamplingParams

@@ -144,8 +144,7 @@ class ExactSampler(Sampler):  # type: ignore[misc]
         if sampling_metadata.temperature is not None:
             temperature = sampling_metadata.temperature
             # For greedy rows, logprobs are those at temperature 1.
-            ones = torch.ones_like(temperature)
-            temperature = torch.where(temperature < 1e-5, ones, temperature)
+            temperature = torch.where(temperature < 1e-5, torch.ones_like(temperature), temperature)
             scaled = logits / temperature[:, None]
         whole = torch.log_softmax(scaled, dim=-1, dtype=torch.float32)
         p = whole.exp()

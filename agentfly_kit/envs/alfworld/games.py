@@ -51,8 +51,7 @@ class Goal:
             return False
         if self.kind not in TREATED:
             return True
-        verb = TREATED[self.kind][0]
-        return thing in {"clean": house.clean, "heat": house.hot, "cool": house.cool}[verb]
+        return thing in {"clean": house.clean, "heat": house.hot, "cool": house.cool}[TREATED[self.kind][0]]
 
     def placed(self, house: House) -> int:
         """Return the largest number of objects that meet the requirements in one receptacle of the goal's type."""

@@ -175,10 +175,9 @@ def _lichess(row: dict[str, str], where: str) -> dict[str, Any]:
         raise SettingsError(f"{where}: {error}") from error
     if not line:
         raise SettingsError(f"{where}: a puzzle must have at least two moves, starting with the opponent's")
-    side = "White" if board.turn else "Black"
     return {
         "id": row["PuzzleId"],
-        "question": f"{side} to move. Find the best moves.\n{fen_of(board)}",
+        "question": f"{'White' if board.turn else 'Black'} to move. Find the best moves.\n{fen_of(board)}",
         "fen": fen_of(board),
         "solution": line,
         "rating": int(row["Rating"]) if (row.get("Rating") or "").isdecimal() else None,
@@ -195,8 +194,7 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
 
 def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Play:
     """Play a random move that is legal in the initial position."""
-    moves = sorted(str(move) for move in from_fen(task.fields["fen"]).legal_moves)
-    return "play", {"move": rng.choice(moves)}
+    return "play", {"move": rng.choice(sorted(str(move) for move in from_fen(task.fields["fen"]).legal_moves))}
 
 
 family = Family(

@@ -443,8 +443,7 @@ class Judge(Displayable):
     ) -> _Verdict:
         """Query the judge about the answers until `read` can parse the output, at most `attempts` times."""
         mark = self._mark(task, *answers.values())
-        conversation = "\n".join(f"{m['role']}: {text_of(m)}" for m in task.messages)
-        sections = {"The task": conversation, **answers}
+        sections = {"The task": "\n".join(f"{m['role']}: {text_of(m)}" for m in task.messages), **answers}
         quoted = [f"{title}:\n{self._quoted(text, mark)}" for title, text in sections.items()]
         prompt = "\n\n".join([*quoted, instruction])
         images = images_of(task.messages)

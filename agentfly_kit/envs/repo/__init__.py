@@ -176,9 +176,13 @@ class Repo(SandboxEnvironment):
         kept = [passed for name, passed in results.items() if name not in first]
         good = all(fixed) and all(kept)
         return {
-            "reward": float(good), "success": float(good), "fixed": sum(fixed) / len(fixed) if fixed else 1.0,
-            "kept": sum(kept) / len(kept) if kept else 1.0, "edits": float(self.edits), "submitted": float(self.done),
-        }  # fmt: skip
+            "reward": float(good),
+            "success": float(good),
+            "fixed": sum(fixed) / len(fixed) if fixed else 1.0,
+            "kept": sum(kept) / len(kept) if kept else 1.0,
+            "edits": float(self.edits),
+            "submitted": float(self.done),
+        }
 
     async def fork(self, into: Repo) -> None:
         """Copy the files and the state of the shell, or raise SandboxError if background processes are running."""
@@ -350,10 +354,10 @@ def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -
     plan: list[Move] = []
     for bug in task.fields["bugs"]:
         old, new = patch(bug, broken.files[bug["file"]])
-        plan.append(
-            ("read_file", {"path": bug["file"], "first_line": max(1, bug["line"] - 3), "last_line": bug["line"] + 3})
-        )
-        plan.append(("edit_file", {"path": bug["file"], "old": old, "new": new}))
+        plan += [
+            ("read_file", {"path": bug["file"], "first_line": max(1, bug["line"] - 3), "last_line": bug["line"] + 3}),
+            ("edit_file", {"path": bug["file"], "old": old, "new": new}),
+        ]
     plan.append(("submit", {}))
     return plan[len(tool_outputs(messages))]
 

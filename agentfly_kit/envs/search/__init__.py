@@ -219,8 +219,7 @@ def snippet(document: Document, query: str) -> str:
 
 def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
     """Generate tasks as rows {"id", "question", "answer", "support", "world"}. Every fifth question is a test task."""
-    every = encyclopedia.questions(seed)
-    chosen = [q for i, q in enumerate(every) if (i % 5 == 4) == (split == "test")]
+    chosen = [q for i, q in enumerate(encyclopedia.questions(seed)) if (i % 5 == 4) == (split == "test")]
     found = []
     for i, question in enumerate(chosen[:n]):
         steps = encyclopedia.path(question, seed)

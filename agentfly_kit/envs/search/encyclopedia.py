@@ -74,9 +74,7 @@ def entries(world: int = 0) -> dict[str, Entry]:
     # Every country needs at least one town, its capital.
     home |= zip(rng.sample(TOWNS, len(COUNTRIES)), COUNTRIES, strict=True)
     coins = dict(zip(COUNTRIES, rng.sample(COINS, len(COINS)), strict=True))
-    found: dict[str, Entry] = {}
-    for title in works:
-        found[title] = Entry(title, "work", (("author", rng.choice(people)),))
+    found = {title: Entry(title, "work", (("author", rng.choice(people)),)) for title in works}
     for title in people:
         mentor = rng.choice([other for other in people if other != title])
         facts = (("birthplace", rng.choice(TOWNS)), ("mentor", mentor), ("trade", rng.choice(TRADES)))

@@ -386,8 +386,7 @@ def random_player(task: Task, messages: Sequence[Message], rng: random.Random) -
     seen = tool_outputs(messages)
     if not seen or rng.random() < 0.1:
         return "search", {"keywords": rng.choice(text_of(task.messages[-1]).split())}
-    texts = re.split(r" \[SEP\] |\n", seen[-1])
-    return "click", {"value": "buy now" if rng.random() < 0.2 else rng.choice(texts)}
+    return "click", {"value": "buy now" if rng.random() < 0.2 else rng.choice(re.split(r" \[SEP\] |\n", seen[-1]))}
 
 
 family = Family(

@@ -121,9 +121,8 @@ def _asked(
     wanted = rng.sample(attributes[:2], 2) if n % 2 == 0 else [rng.choice(attributes)]
     chosen = {name: rng.choice(values) for name, values in options.items()}
     words = " and ".join(f"{name} {value}" for name, value in chosen.items())
-    text = rng.choice(_ASKS).format(what=" ".join([*wanted, kind]), options=f"with {words}")
     return {
-        "instruction": text + ".",
+        "instruction": rng.choice(_ASKS).format(what=" ".join([*wanted, kind]), options=f"with {words}") + ".",
         "instruction_attributes": wanted,
         "instruction_options": list(chosen.values()),
     }

@@ -64,8 +64,7 @@ def _has(product: Product, wanted: str) -> bool:
     """Return True if `wanted` is similar to a product attribute or occurs in the title, bullets or description."""
     if any(alike(have, wanted) > ALIKE for have in product.attributes):
         return True
-    places = (product.title, " ".join(product.bullets), product.description)
-    return any(wanted in place.lower() for place in places)
+    return any(wanted in place.lower() for place in (product.title, " ".join(product.bullets), product.description))
 
 
 def type_factor(product: Product, goal: Mapping[str, Any], nouns: Nouns) -> float:

@@ -128,12 +128,20 @@ def _is_within(path: str, folder: str) -> bool:
 def environment(home: str, path: str = "/usr/local/bin:/usr/bin:/bin") -> dict[str, str]:
     """Return the complete environment for code in the sandbox. No variable is inherited from the host."""
     return {
-        "PATH": path, "HOME": home, "TMPDIR": home, "USER": "sandbox", "LOGNAME": "sandbox", "LANG": "C.UTF-8",
+        "PATH": path,
+        "HOME": home,
+        "TMPDIR": home,
+        "USER": "sandbox",
+        "LOGNAME": "sandbox",
+        "LANG": "C.UTF-8",
         "PYTHONHASHSEED": "0",  # gives a set of strings the same order in every chain
-        "PYTHONDONTWRITEBYTECODE": "1", "PYTHONUTF8": "1",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONUTF8": "1",
         # Use one thread per sandbox: the pool provides parallelism, and memory reserved by threads counts as used.
-        "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1",
-    }  # fmt: skip
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+        "MKL_NUM_THREADS": "1",
+    }
 
 
 def inside_path(path: str) -> str:
@@ -198,9 +206,11 @@ def unprivileged_namespace() -> int | None:
     if os.geteuid() != 0:
         return None
     with subprocess.Popen(
-        [host_python(), "-I", "-S", "-c", _UNSHARE], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        [host_python(), "-I", "-S", "-c", _UNSHARE],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-    ) as holder:  # fmt: skip
+    ) as holder:
         assert holder.stdin is not None and holder.stdout is not None
         try:
             if not holder.stdout.readline():

@@ -111,14 +111,17 @@ class Container(Displayable):
     def limit_mechanisms(self, limits: Limits) -> dict[str, str]:
         """Return a description of how each limit is enforced; "not limited" for a limit that is None."""
         group = "the container's control group, all processes together"
-        network = f"{self.network or 'the default network'}, as requested"
         return limits.describe(
             {
                 "memory_mb": group,
                 "processes": group,
                 "cpu_seconds": "the control group's clock, else RLIMIT_CPU",
                 "disk_mb": "size of its own /tmp",
-                "network": network if limits.network else "only its own loopback interface",
+                "network": (
+                    f"{self.network or 'the default network'}, as requested"
+                    if limits.network
+                    else "only its own loopback interface"
+                ),
             }
         )
 
@@ -323,8 +326,7 @@ def launch(
     try:
         version, arch = _version(url)
         with _client(url, version) as api:
-            config = _config(api, container, limits, packages)
-            handle.id = api.create_container_from_config(config)["Id"]
+            handle.id = api.create_container_from_config(_config(api, container, limits, packages))["Id"]
             # An engine that does not know the runtime may silently use its default, which isolates less.
             taken = api.inspect_container(handle.id)["HostConfig"].get("Runtime")
             if container.runtime is not None and taken != container.runtime:
@@ -364,26 +366,42 @@ def _config(api: Any, container: Container, limits: Limits, packages: bool = Tru
     memory = None if limits.memory_mb is None else (limits.memory_mb + _OWN_MEMORY) * _MEBIBYTE
     size = "" if limits.disk_mb is None else f",size={limits.disk_mb}m"
     host = api.create_host_config(
-        auto_remove=True, read_only=not container.writable, init=False, privileged=False, ipc_mode="private",
+        auto_remove=True,
+        read_only=not container.writable,
+        init=False,
+        privileged=False,
+        ipc_mode="private",
         network_mode=(container.network or None) if limits.network else "none",
-        cap_drop=["ALL"], cap_add=_ROOT_CAPABILITIES if container.writable else None,
-        security_opt=["no-new-privileges"], oom_score_adj=None,
-        mem_limit=memory, memswap_limit=memory, pids_limit=None if limits.processes is None else limits.processes + 1,
+        cap_drop=["ALL"],
+        cap_add=_ROOT_CAPABILITIES if container.writable else None,
+        security_opt=["no-new-privileges"],
+        oom_score_adj=None,
+        mem_limit=memory,
+        memswap_limit=memory,
+        pids_limit=None if limits.processes is None else limits.processes + 1,
         nano_cpus=None if container.cpus is None else int(container.cpus * 1e9),
         shm_size=commands.shm_bytes(limits),
         tmpfs={_HOME: f"rw,nosuid,nodev,mode=1777{size}", **({} if container.writable else _SMALL_FOLDERS)},
         binds=[":".join((outer, *_path_and_mode(inner))) for outer, inner in container.mounts.items()],
         runtime=container.runtime,
-    )  # fmt: skip
+    )
     variables = commands.environment(_HOME)
     del variables["PATH"]  # keep the image's PATH
     return api.create_container_config(
-        container.image, [container.python, "-s", *([] if packages else ["-S"]), "-c", _BOOT], entrypoint=[],
+        container.image,
+        [container.python, "-s", *([] if packages else ["-S"]), "-c", _BOOT],
+        entrypoint=[],
         host_config=host,
-        user="0:0" if container.writable else _USER, working_dir=_HOME, environment=variables,
-        stdin_open=True, detach=False, tty=False,
-        labels={_LABEL: reaper.owner_tag()}, hostname="sandbox", network_disabled=not limits.network,
-    )  # fmt: skip
+        user="0:0" if container.writable else _USER,
+        working_dir=_HOME,
+        environment=variables,
+        stdin_open=True,
+        detach=False,
+        tty=False,
+        labels={_LABEL: reaper.owner_tag()},
+        hostname="sandbox",
+        network_disabled=not limits.network,
+    )
 
 
 def _raw_socket(attached: Any, url: str) -> socket.socket:

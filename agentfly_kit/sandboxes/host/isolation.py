@@ -246,9 +246,15 @@ def _probe(command: list[str], environment: dict[str, str], passed: tuple[int, .
     """Run a command that should print 42. Return "" if that succeeds, otherwise an error message."""
     try:
         done = subprocess.run(
-            command, env=environment, pass_fds=passed, capture_output=True, text=True, timeout=_PROBE_SECONDS,
-            stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+            command,
+            env=environment,
+            pass_fds=passed,
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_SECONDS,
+            stdin=subprocess.DEVNULL,
+            check=False,
+        )
     except (OSError, subprocess.TimeoutExpired) as error:
         return str(error)
     if done.stdout == "42\n":

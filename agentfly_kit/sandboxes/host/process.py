@@ -155,10 +155,18 @@ def _reap() -> None:
 def settings_line(limits: Limits, preload: Sequence[str], max_output: int, **more: Any) -> bytes:
     """Return the first message to a zygote, which contains its settings; see `Zygote.handle`."""
     settings: dict[str, Any] = {
-        "op": "settings", "rlimits": limits.rlimits(), "cpu_seconds": limits.cpu_seconds, "max_output": max_output,
-        "preload": list(preload), "path": [], "pdeathsig": False, "scratch": None, "landlock": None, "filter": "",
+        "op": "settings",
+        "rlimits": limits.rlimits(),
+        "cpu_seconds": limits.cpu_seconds,
+        "max_output": max_output,
+        "preload": list(preload),
+        "path": [],
+        "pdeathsig": False,
+        "scratch": None,
+        "landlock": None,
+        "filter": "",
         "user": None,
-    }  # fmt: skip
+    }
     return json.dumps(settings | more).encode() + b"\n"
 
 
@@ -180,9 +188,15 @@ def launch(
 
 
 def _launch(
-    handle: SandboxProcess, opened: contextlib.ExitStack, level: str, limits: Limits, preload: Sequence[str],
-    max_output: int, packages: bool, links: Mapping[str, str],
-) -> None:  # fmt: skip
+    handle: SandboxProcess,
+    opened: contextlib.ExitStack,
+    level: str,
+    limits: Limits,
+    preload: Sequence[str],
+    max_output: int,
+    packages: bool,
+    links: Mapping[str, str],
+) -> None:
     strict, landlock = level == "strict", level == "landlock"
     groups = isolation.hierarchy()
     if groups is not None:
@@ -218,11 +232,18 @@ def _launch(
         rules = commands.landlock_rules(str(handle.scratch), limits, packages)
         level_settings |= {"filter": calls.hex(), "landlock": rules}
     line = settings_line(
-        limits, preload, max_output, rlimits=rlimits, own_user=own_user, pdeathsig=not strict,
-        scratch=handle.scratch, keep=[place(path) for path in commands.python_folders(packages)],
+        limits,
+        preload,
+        max_output,
+        rlimits=rlimits,
+        own_user=own_user,
+        pdeathsig=not strict,
+        scratch=handle.scratch,
+        keep=[place(path) for path in commands.python_folders(packages)],
         path=[place(path) for path in commands.packages()] if packages else [],
-        executable=place(commands.inside_python(packages)), **level_settings,
-    )  # fmt: skip
+        executable=place(commands.inside_python(packages)),
+        **level_settings,
+    )
 
     if handle.group is not None and not _lists_children():
         # A shell enters the control group and then execs the sandbox. A preexec_fn would run Python between fork and
@@ -231,9 +252,15 @@ def _launch(
         command = ["/bin/sh", "-c", _PRELUDE, "sandbox", *command]
     handle.errors = tempfile.TemporaryFile()  # noqa: SIM115
     handle.process = subprocess.Popen(
-        command, env=environment, cwd=handle.scratch or "/", pass_fds=passed, start_new_session=True,
-        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=handle.errors,
-    )  # fmt: skip
+        command,
+        env=environment,
+        cwd=handle.scratch or "/",
+        pass_fds=passed,
+        start_new_session=True,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=handle.errors,
+    )
     if handle.group is not None and _lists_children():
         _confine(handle.group, handle.process)
     # If the zygote has already exited, the wait for its answer reports the reason.

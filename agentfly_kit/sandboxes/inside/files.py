@@ -175,8 +175,7 @@ def write(path: str, text: str) -> str:
         before: bytes | None = read_bytes(path)[1]
     except Refused:
         before = None
-    data = text.encode("utf-8", "surrogateescape")
-    change_file(inside, before, data)
+    change_file(inside, before, text.encode("utf-8", "surrogateescape"))
     count = len(text.splitlines())
     return f"{inside}: {'written' if before is None else 'overwritten'}, {count} line{'' if count == 1 else 's'}"
 
@@ -206,8 +205,7 @@ def edit(path: str, old: str, new: str) -> str:
     after = text[: places[0]] + new + text[places[0] + len(old) :]
     change_file(inside, text.encode(), after.encode("utf-8", "surrogateescape"))
     first = max(1, numbers[0] - 2)
-    last = numbers[0] + new.count("\n") + 2
-    lines = after.splitlines()[first - 1 : min(last, first + 30)]
+    lines = after.splitlines()[first - 1 : min(numbers[0] + new.count("\n") + 2, first + 30)]
     shown = "\n".join(f"{number:6}\t{line[:200]}" for number, line in enumerate(lines, first))
     return f"{inside}: replaced at line {numbers[0]}. It now reads:\n{shown}"
 

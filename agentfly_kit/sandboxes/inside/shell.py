@@ -55,10 +55,14 @@ class Shell:
         environment |= {"PS1": "", "PS2": "", "SHELL": program, "PWD": work_folder()}
         self.status_number = statuses
         self.process = subprocess.Popen(
-            [program, "--norc", "--noprofile", "--noediting", "-i"], stdin=commands, stderr=subprocess.DEVNULL,
-            pass_fds=[statuses, output, errors], start_new_session=True, env=environment,
+            [program, "--norc", "--noprofile", "--noediting", "-i"],
+            stdin=commands,
+            stderr=subprocess.DEVNULL,
+            pass_fds=[statuses, output, errors],
+            start_new_session=True,
+            env=environment,
             cwd=work_folder(),
-        )  # fmt: skip
+        )
         for descriptor in (commands, statuses, output, errors):
             os.close(descriptor)
         # stderr is discarded up to this line, because bash complains that there is no terminal.

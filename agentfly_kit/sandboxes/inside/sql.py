@@ -59,9 +59,11 @@ def open_database(engine: str, memory_mb: int | None) -> None:
         import duckdb  # type: ignore[import-not-found, unused-ignore]
 
         settings: dict[str, Any] = {
-            "threads": 1, "temp_directory": "", "autoinstall_known_extensions": "false",
+            "threads": 1,
+            "temp_directory": "",
+            "autoinstall_known_extensions": "false",
             "autoload_known_extensions": "false",
-        }  # fmt: skip
+        }
         if memory_mb is not None:
             settings["memory_limit"] = f"{max(16, memory_mb // 2)}MiB"
         connection = duckdb.connect(path(), config=settings)
