@@ -266,14 +266,15 @@ def test_every_mutation_changes_one_line_and_still_compiles() -> None:
     }
 
 
-# Programs of npm packages: npm install --prefix .venv/node opencode-ai @openai/codex @anthropic-ai/claude-code
+# Programs of npm packages, from `npm install --prefix .venv/node` with the names in docs/any_agent.md.
 NODE = Path(sys.prefix, "node", "node_modules")
-OPENCODE, CODEX, CLAUDE = (
+OPENCODE, CODEX, CLAUDE, QWEN = (
     commands.inside_path(str(NODE / path))
     for path in (
         "opencode-linux-x64/bin/opencode",
         "@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl/bin/codex",
         "@anthropic-ai/claude-code-linux-x64/claude",
+        "@qwen-code/qwen-code/cli.js",
     )
 )
 PROVIDER = {
@@ -301,6 +302,9 @@ AGENTS: dict[str, tuple[list[str], tuple[str, str], int]] = {
         "env", "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC=1", "ANTHROPIC_SMALL_FAST_MODEL=policy",
         CLAUDE, "--print", "--bare", "--model", "policy", "--allowedTools", "Bash", "--",
     ], ("Bash", "command"), 1),
+    "Qwen Code": ([
+        "env", "OPENAI_MODEL=policy", "node", QWEN, "--bare", "--yolo", "--model", "policy", "--auth-type", "openai",
+    ], ("run_shell_command", "command"), 1),
 }  # fmt: skip
 MARKS = {
     "mini-swe-agent": pytest.mark.skipif(importlib.util.find_spec("minisweagent") is None, reason="not installed"),

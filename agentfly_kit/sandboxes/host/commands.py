@@ -22,6 +22,7 @@ ZYGOTE_FILES = ("kernel", "processes", "interpreter", "zygote")  # each file com
 STRICT_HOME = "/tmp"
 STRICT_SHM_MB = 16
 STRICT_UID = 65534  # user and group
+USERS = f"sandbox:x:{STRICT_UID}:{STRICT_UID}::{STRICT_HOME}:/bin/bash\n".encode()  # content of /etc/passwd
 _PACKAGE_PATHS = ("purelib", "platlib")
 _SYSTEM_FILES = ["/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"]
 _NETWORK_FILES = ["/etc/resolv.conf", "/etc/hosts", "/etc/nsswitch.conf", "/etc/ssl", "/etc/ca-certificates"]
@@ -236,12 +237,14 @@ def strict_command(
     program: str = "bwrap",
     packages: bool = True,
     links: Mapping[str, str] | None = None,
+    users_fd: int | None = None,
 ) -> tuple[list[str], dict[str, str], list[int]]:
     """Return the bwrap command line without the program to run, bwrap's environment, and the descriptors to pass to it.
 
     The environment is minimal, because code in the sandbox can read it. Later mounts of the command hide earlier ones.
     If there is an `unprivileged_namespace`, the program starts as its uid 0, with the capabilities that it needs to
-    become `STRICT_UID`. `links` maps paths of symbolic links to their targets.
+    become `STRICT_UID`. `links` maps paths of symbolic links to their targets. `users_fd` is a
+    descriptor of a file with the content of /etc/passwd.
     """
     command, passed = [shutil.which(program) or program], [seccomp_fd]
     namespace = unprivileged_namespace()
@@ -269,6 +272,9 @@ def strict_command(
     command += ["--perms", "0755", "--dir", "/etc"]  # bwrap makes missing folders accessible to uid 0 only
     for name in _SYSTEM_FILES:
         command += ["--ro-bind-try", name, name]
+    if users_fd is not None:
+        passed.append(users_fd)
+        command += ["--perms", "0444", "--ro-bind-data", str(users_fd), "/etc/passwd"]
     if limits.network:
         for name in _NETWORK_FILES:
             command += ["--ro-bind-try", os.path.realpath(name), name]

@@ -210,8 +210,9 @@ def _launch(
         calls = seccomp.program()
         assert calls is not None, "the probe rejects 'strict' without a system-call filter"
         filter_file = opened.enter_context(commands.anonymous_file(calls))
+        users = opened.enter_context(commands.anonymous_file(commands.USERS))
         command, environment, more = commands.strict_command(
-            limits, filter_file.fileno(), packages=packages, links=links
+            limits, filter_file.fileno(), packages=packages, links=links, users_fd=users.fileno()
         )
         passed += more
         level_settings, place = commands.strict_settings(), commands.inside_path
