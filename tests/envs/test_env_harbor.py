@@ -132,6 +132,15 @@ def test_a_folder_without_tasks_and_tests_that_need_a_network(tmp_path: Path) ->
         af.envs.harbor.Harbor().check_task(af.Task("a", ({"role": "user", "content": "b"},), {}))
 
 
+def test_the_package_harbor_reads_the_same_settings(tmp_path: Path) -> None:
+    models = pytest.importorskip(
+        "harbor.models.task.task", reason="needs the package harbor, for Python 3.12 or newer"
+    )
+    task, own = models.Task(make(tmp_path / "task")), af.envs.harbor.read_folder(tmp_path / "task")
+    found = task.config.environment.memory_mb, task.config.verifier.timeout_sec, task.config.verifier.env
+    assert found == (own["memory_mb"], own["test_seconds"], own["test_variables"])
+
+
 # --- rows of SWE-bench ---------------------------------------------------------------------------
 
 OLD = "def add(a, b):\n    return a - b\n\n\ndef neg(a):\n    return -a\n"
