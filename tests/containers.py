@@ -44,7 +44,7 @@ def build_image(tar: Path) -> None:
     modules = [str(path) for path in Path(standard, "lib-dynload").glob("*.so")]
     programs = [
         path
-        for name in ("sh", "bash", "sleep", "yes", "cat", "id", "env", "mkdir", "rm")
+        for name in ("sh", "bash", "sleep", "yes", "cat", "id", "env", "mkdir", "rm", "chmod")
         if (path := shutil.which(name))
     ]
     out = {

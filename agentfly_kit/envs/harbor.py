@@ -323,7 +323,8 @@ class Harbor(base.SandboxEnvironment):
         await sandbox.copy({}, "/logs/verifier")
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in folder["test_variables"].items())
         await sandbox.run(
-            f"env {variables} bash /tests/test.sh > /logs/verifier/test-stdout.txt 2>&1", folder["test_seconds"]
+            f"chmod +x /tests/test.sh; env {variables} /tests/test.sh > /logs/verifier/test-stdout.txt 2>&1",
+            folder["test_seconds"],
         )
         written = await sandbox.run("cd /logs/verifier; cat reward.json 2> /dev/null || cat reward.txt")
         numbers = _numbers(written.stdout)

@@ -81,7 +81,10 @@ async def test_the_shell_of_the_chain_cannot_write_the_reward(tmp_path: Path, co
 @pytest.mark.parametrize(
     ("script", "found"),
     [
-        ("echo .5 > /logs/verifier/reward.txt", {"reward": 0.5, "success": 0.0, "graded": 1.0}),
+        (
+            "#!/usr/bin/env python3\nopen('/logs/verifier/reward.txt', 'w').write('.5')",
+            {"reward": 0.5, "success": 0.0, "graded": 1.0},
+        ),
         (
             "echo '{\"score\": 1}' > /logs/verifier/reward.json",
             {"score": 1.0, "reward": 1.0, "success": 1.0, "graded": 1.0},
