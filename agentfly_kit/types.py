@@ -219,7 +219,8 @@ class ToolResult(Displayable):
         reward: Turn reward given by the tool.
         done, env_done: Whether the tool (`done`) or the environment (`env_done`) ends the chain.
         metrics: Numbers reported by the tool, keyed by name.
-        ran: False if the call reached no tool, because it was malformed, named an unknown tool or exceeded a limit.
+        ran: False if the call reached no tool, because it was malformed, named an unknown tool, had invalid arguments,
+            exceeded a limit, or was made after the end of an episode.
         images: Images shown to the model after the text: any values that `Image` accepts. If the engine cannot read
             images, they end the chain with an error.
 

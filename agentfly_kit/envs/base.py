@@ -107,7 +107,7 @@ class EnvironmentTool(Tool[..., Any]):
             sandbox_type: type[Any] = self.sandbox_type
             async with context.using(sandbox_type) as environment:
                 if await _episode_is_done(environment):
-                    return ToolResult(False, OVER)
+                    return ToolResult(False, OVER, ran=False)
                 method = Tool.__get__(self, environment)
                 result = await Tool.invoke(method, arguments, context, raising=raising)
                 if result.error is not None and result.error.host:

@@ -252,7 +252,7 @@ class Tool(Displayable, InjectedFunction[P, R]):
         try:
             values, problem = self._arguments.validate(arguments)
             if problem:
-                return fit_result(ToolResult(False, problem), self.max_chars)
+                return fit_result(ToolResult(False, problem, ran=False), self.max_chars)
             async with self._inject(context, context.fields) as injected:
                 outcome = await call_user_function(
                     self._bound(),

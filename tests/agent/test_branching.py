@@ -57,7 +57,8 @@ class Coin(af.Engine):
         for _ in range(rng.randrange(3)):
             await asyncio.sleep(0)
         if rng.random() < self.calls and request.turn < len(self.right) - 1:
-            text = put_call(str(rng.randrange(10)), self.name)
+            digit = str(rng.randrange(10))
+            text = call(digit) if self.name == "calculator" else put_call(digit, self.name)
         else:
             text = "5" if rng.random() < self.right[request.turn] else "6"
         out = (*chat().encode(text), chat().stop_ids[0])

@@ -71,6 +71,7 @@ async def test_an_episode_ends_with_an_answer_or_with_the_call_that_ends_it() ->
     assert (t.stop, t.reward, t.error) == ("answered", 0.0, None)
     (t,) = (await guesser([call(7) + call(3)]).rollout(task())).trajectories
     assert (t.stop, [c.result.observation for c in t.tool_calls]) == ("env_done", ["right", "The episode is over."])
+    assert [c.result.ran for c in t.tool_calls] == [True, False]
 
 
 async def test_a_pool_is_created_for_a_sandbox_that_the_reward_requests() -> None:
