@@ -145,10 +145,9 @@ def from_swe_bench(rows: Iterable[Mapping[str, Any]], repositories: str | Path, 
     Raises:  TaskError if a row has no valid id, or if git fails, for example because a commit does not exist.
     """
     for row in rows:
-        if not re.fullmatch(r"\w[\w.-]*", str(row["instance_id"])):
-            raise TaskError(
-                f"instance_id must consist of letters, digits, '_', '.' and '-', got {row['instance_id']!r}"
-            )
+        for name in ("instance_id", "base_commit"):
+            if not re.fullmatch(r"\w[\w.-]*", str(row[name])):
+                raise TaskError(f"{name} must consist of letters, digits, '_', '.' and '-', got {row[name]!r}")
         made = Path(folder) / row["instance_id"]
         archive = _git(Path(repositories, row["repo"].rpartition("/")[2]), "archive", row["base_commit"])
         with tempfile.TemporaryDirectory() as tested:

@@ -197,6 +197,7 @@ async def test_rows_of_swe_bench(tmp_path: Path, row: dict[str, Any]) -> None:
 def test_rows_of_swe_bench_that_are_refused(tmp_path: Path, row: dict[str, Any]) -> None:
     for changes, message in (
         ({"instance_id": "../a"}, "instance_id must consist of letters"),
+        ({"base_commit": "--output=a"}, "base_commit must consist of letters"),
         ({"base_commit": "f" * 40}, "git archive f"),
         ({"test_patch": "nothing"}, "git apply - failed"),
     ):
