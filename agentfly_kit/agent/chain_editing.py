@@ -106,7 +106,8 @@ class Chain(LoopChain):
             author: author of the turn.
 
         Raises:
-            SettingsError: if the last action is complete, or `content` contains ids outside the vocabulary.
+            SettingsError: if the last action is complete, or `content` contains ids outside the vocabulary or
+                placeholders of images.
         """
         with self._exclusive("force"):
             self._check_prepared("force")
@@ -121,6 +122,8 @@ class Chain(LoopChain):
                 raise SettingsError(
                     f"ids must be in the vocabulary, 0 to {vocabulary - 1}, got ids from {min(ids)} to {max(ids)}"
                 )
+            if chat.reader is not None and chat.reader.token_id in ids:
+                raise SettingsError("content must not contain placeholders of images, which actions cannot have")
             if end and not (ids and ids[-1] in chat.stop_ids):
                 ids.append(chat.stop_ids[0])
             fields: dict[str, Any] = {}
