@@ -14,11 +14,14 @@ reward.json. The script runs in the container of the chain, and can be misled by
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
+import os
 import re
 import shlex
+import shutil
 import subprocess
 import tarfile
 import tempfile
@@ -28,19 +31,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from agentfly_kit._async.pending_call import run_in_thread
 from agentfly_kit.agent.agent import Agent
+from agentfly_kit.engines.scripted import ScriptedEngine
 from agentfly_kit.envs import base
-from agentfly_kit.envs.family import Move, PlayerEngine, small_chat, tool_outputs
-from agentfly_kit.errors import RewardError, TaskError
+from agentfly_kit.envs.family import small_chat
+from agentfly_kit.errors import RewardError, SandboxError, TaskError, ToolError
 from agentfly_kit.sandboxes.host import container
 from agentfly_kit.sandboxes.hosted import Files, seed_entries
 from agentfly_kit.sandboxes.settings import forward_signature
 from agentfly_kit.sandboxes.shell import ShellSandbox
 from agentfly_kit.seeds import digest
 from agentfly_kit.tasks import Tasks, tasks_from
+from agentfly_kit.tools.injection import FromPool
 from agentfly_kit.tools.tool import tool
-from agentfly_kit.types import Message, Task
+from agentfly_kit.types import Task
 
 # --- task folders --------------------------------------------------------------------------------
 
@@ -58,6 +62,10 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "environment.tpu": (),
     "environment.healthcheck": (),
     "environment.mcp_servers": (),
+    "environment.network_mode": ("public", "no-network"),
+    "agent.network_mode": (),
+    "verifier.network_mode": (),
+    "solution.env": (),
 }
 # Commands of a test script that usually download something
 _DOWNLOADS = re.compile(r"\b(curl|wget|apt-get|apt|uvx|pip3? install|npm|git clone)\b")
@@ -80,7 +88,10 @@ def read_folder(path: Path) -> dict[str, Any]:
         section, _, key = name.rpartition(".")
         table = config.get(section, {}) if section else config
         value = table.get(key) if isinstance(table, dict) else table
-        if value is not None and (not isinstance(value, kind) or (kind is not bool and isinstance(value, bool))):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and (
+            not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool) or (is_number and value < 0)
+        ):
             raise TaskError(f"{path / 'task.toml'}: {name} is not valid, got {value!r:.100}")
         return default if value is None else value
 
@@ -122,12 +133,16 @@ def tasks(path: str | Path) -> Tasks:
     folders = [top] if (top / "task.toml").is_file() else sorted(file.parent for file in top.glob("*/task.toml"))
     if not folders:
         raise TaskError(f"path must be a folder with task.toml, or a folder of such folders, got {str(path)!r}")
+    return _read_tasks(folders, top.name)
+
+
+def _read_tasks(folders: Iterable[Path], name: str) -> Tasks:
     rows = []
     for folder in folders:
         read_folder(folder)
         question = (folder / "instruction.md").read_text(encoding="utf-8")
         rows.append({"id": folder.name, "question": question, "folder": str(folder), "content": _hash(folder)})
-    return tasks_from(rows, name=top.name)
+    return tasks_from(rows, name=name)
 
 
 def from_swe_bench(rows: Iterable[Mapping[str, Any]], repositories: str | Path, folder: str | Path) -> Tasks:
@@ -144,39 +159,37 @@ def from_swe_bench(rows: Iterable[Mapping[str, Any]], repositories: str | Path, 
 
     Raises:  TaskError if a row has no valid id, or if git fails, for example because a commit does not exist.
     """
+    made = []
     for row in rows:
-        for name in ("instance_id", "base_commit"):
-            if not re.fullmatch(r"\w[\w.-]*", str(row[name])):
-                raise TaskError(f"{name} must consist of letters, digits, '_', '.' and '-', got {row[name]!r}")
-        made = Path(folder) / row["instance_id"]
-        archive = _git(Path(repositories, row["repo"].rpartition("/")[2]), "archive", row["base_commit"])
-        with tempfile.TemporaryDirectory() as tested:
-            for target in (made / "environment", Path(tested)):
-                with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-                    files.extractall(target, filter="data")
-            _git(Path(tested), "apply", "-", given=row["test_patch"].encode())
-            texts = {
-                f"tests/files/{name}": Path(tested, name).read_text(encoding="utf-8")
-                for name in re.findall(r"^\+\+\+ b/(.+)", row["test_patch"], re.MULTILINE)
-            }
-        lists = [
-            json.loads(ids) if isinstance(ids, str) else ids for ids in (row["FAIL_TO_PASS"], row["PASS_TO_PASS"])
-        ]
-        commands = [f"python3 -m pytest -q {shlex.join(ids)}" if ids else "true" for ids in lists]
-        texts |= {
-            "instruction.md": row["problem_statement"],
-            "tests/test.sh": _SWE_BENCH % tuple(commands),
-            "task.toml": "",
-            "solution/solve.sh": f"git apply - <<'END OF PATCH'\n{row.get('patch', '')}\nEND OF PATCH\n",
-        }
-        for name, text in texts.items():
-            (made / name).parent.mkdir(parents=True, exist_ok=True)
-            (made / name).write_text(text, encoding="utf-8")
-    return tasks(folder)
+        lacks = [name for name in _SWE_BENCH_FIELDS if name not in row]
+        repository = str(row.get("repo")).rpartition("/")[2]
+        wrong = [name for name in (str(row.get("instance_id")), repository) if not re.fullmatch(r"\w[\w.-]*", name)]
+        if lacks or wrong or not re.fullmatch(r"[0-9a-fA-F]{7,64}", str(row["base_commit"])):
+            raise TaskError(
+                f"rows must have the fields {', '.join(_SWE_BENCH_FIELDS)}, with a hash as base_commit and names of "
+                f"letters, digits, '_', '.' and '-', got {dict(row)!r:.200}"
+            )
+        made.append(Path(folder).resolve() / row["instance_id"])
+        _write_folder(made[-1], row, Path(repositories, repository))
+    return _read_tasks(made, Path(folder).name)
 
 
+_SWE_BENCH_FIELDS = (
+    "instance_id",
+    "repo",
+    "base_commit",
+    "problem_statement",
+    "test_patch",
+    "FAIL_TO_PASS",
+    "PASS_TO_PASS",
+)
+# If a chain has protected test files against changes, the script ends without a reward.
 _SWE_BENCH = """\
+set -e
+chmod -R u+rwX .
+rm -rf -- %s
 cp -r /tests/files/. .
+set +e
 %s
 fixed=$?
 %s
@@ -186,8 +199,49 @@ printf '{"reward": %%d, "fixed": %%d, "kept": %%d}' $((!fixed && !kept)) $((!fix
 """
 
 
+def _write_folder(made: Path, row: Mapping[str, Any], clone: Path) -> None:
+    """Write the task folder of a row in the format of SWE-bench. An existing task folder is replaced."""
+    archive = _git(clone, "archive", row["base_commit"])
+    with tempfile.TemporaryDirectory() as spare:
+        old, tested = Path(spare, "old"), Path(spare, "tested")
+        for target in (old, tested):
+            with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+                files.extractall(target, filter="data")
+        _git(tested, "apply", "-", given=row["test_patch"].encode())
+        before, after = _contents(old), _contents(tested)
+        changed = {name: data for name, data in after.items() if before.get(name) != data}
+        if not changed:
+            raise TaskError(f"test_patch of {row['instance_id']} must add or change a file")
+        if made.exists():
+            read_folder(made)  # raises TaskError for a folder that contains something else
+            shutil.rmtree(made)
+        made.mkdir(parents=True)
+        shutil.move(old, made / "environment")
+    lists = [json.loads(ids) if isinstance(ids, str) else ids for ids in (row["FAIL_TO_PASS"], row["PASS_TO_PASS"])]
+    commands = [f"python3 -m pytest -q {shlex.join(ids)}" if ids else "true" for ids in lists]
+    replaced = shlex.join([*changed, *(before.keys() - after.keys())])
+    texts = {
+        "instruction.md": row["problem_statement"],
+        "tests/test.sh": _SWE_BENCH % (replaced, *commands),
+        "task.toml": "",
+        "solution/solve.sh": f"git apply - <<'END OF PATCH'\n{row.get('patch') or ''}\nEND OF PATCH\n",
+    }
+    written = {f"tests/files/{name}": data for name, data in changed.items()}
+    for name, data in {**written, **{name: text.encode() for name, text in texts.items()}}.items():
+        (made / name).parent.mkdir(parents=True, exist_ok=True)
+        (made / name).write_bytes(data)
+
+
+def _contents(folder: Path) -> dict[str, bytes]:
+    """Return the contents of all regular files in a folder, keyed by their relative paths. Links are not followed."""
+    files = [file for file in folder.rglob("*") if file.is_file() and not file.is_symlink()]
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+
+
 def _git(folder: Path, *arguments: str, given: bytes | None = None) -> bytes:
-    done = subprocess.run(["git", "-C", str(folder), *arguments], input=given, capture_output=True)
+    # In a folder of another repository, `git apply` would skip all files without an error.
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
+    done = subprocess.run(["git", "-C", str(folder), *arguments], input=given, capture_output=True, env=environment)
     if done.returncode:
         raise TaskError(
             f"git {' '.join(arguments)} failed in {folder}: {done.stderr.decode(errors='replace').strip()}"
@@ -196,14 +250,10 @@ def _git(folder: Path, *arguments: str, given: bytes | None = None) -> bytes:
 
 
 def _hash(folder: Path) -> str:
-    """Return a hash of the names and contents of all files in a folder."""
-    return digest(
-        *(
-            f"{file.relative_to(folder)}\0{file.read_bytes().decode('latin-1')}"
-            for file in sorted(folder.rglob("*"))
-            if file.is_file()
-        )
-    )
+    """Return a hash of the names, permissions and contents of all files in a folder."""
+    files = [file for file in sorted(folder.rglob("*")) if file.is_file()]
+    names = [f"{file.relative_to(folder)} {file.stat().st_mode:o}" for file in files]
+    return digest(*(f"{n}\0{f.read_bytes().decode('latin-1')}" for n, f in zip(names, files, strict=True)))
 
 
 # --- the environment -----------------------------------------------------------------------------
@@ -212,14 +262,20 @@ def _hash(folder: Path) -> str:
 class _TaskShell(ShellSandbox):
     """ShellSandbox in which the folders of a task have the paths that its scripts expect."""
 
-    _links: ClassVar[Mapping[str, str]] = {"/app": "/tmp/app", "/tests": "/tmp/tests", "/logs": "/tmp/logs"}
+    _links: ClassVar[Mapping[str, str]] = {
+        "/app": "/tmp/app",
+        "/tests": "/tmp/tests",
+        "/logs": "/tmp/logs",
+        "/solution": "/tmp/solution",
+    }
 
     async def copy(self, files: Files, path: str) -> None:
         """Copy files to a folder, which is given by its absolute path and created if it does not exist."""
         if not self._in_container:
             path = f"/tmp{path}"
+        entries = await asyncio.to_thread(seed_entries, files, path)
         async with self._exclusive():
-            await self._put([{"path": path, "kind": "folder", "mode": 0o755}, *seed_entries(files, path)])
+            await self._put([{"path": path, "kind": "folder", "mode": 0o755}, *entries])
 
 
 @forward_signature(ShellSandbox, omit=("isolation", "memory_mb"), processes=256, cpu_seconds=None, disk_mb=1024)
@@ -274,9 +330,11 @@ class Harbor(base.SandboxEnvironment):
         isolation: Any = "strict"
         workdir, files = "/app", folder["path"] / "environment"
         if folder["image"] or folder["builds"]:
-            image, workdir = await run_in_thread(self._find_image, folder)
+            image, workdir = await asyncio.to_thread(self._find_image, folder)
             isolation, files = container.Container(image, cpus=folder["cpus"], **self._container), {}
         limits = self._limits | {name: folder[name] for name in ("memory_mb", "network")}
+        # Files of /tmp are in memory. A full disk must not exhaust the memory, which would end the sandbox.
+        limits["disk_mb"] = min(limits["disk_mb"] or folder["memory_mb"], max(1, folder["memory_mb"] // 2))
         self._sandbox, self._task = _TaskShell(isolation=isolation, **limits), folder
         await self._sandbox.start()
         self._sandbox._folder = workdir
@@ -316,8 +374,28 @@ class Harbor(base.SandboxEnvironment):
         Raises:  RewardError if reward.json has several numbers, none of which is named "reward".
         """
         sandbox, folder = self._sandbox, self._task
+        try:
+            numbers = _numbers(await self._run_tests())
+        except (SandboxError, ToolError):
+            # What the chain has left, such as a full disk, prevents the tests. It must not escape a bad reward.
+            if not sandbox.alive:
+                raise
+            numbers = {}
+        if len(numbers) > 1 and "reward" not in numbers:
+            raise RewardError(f"reward.json of {folder['path']} must contain 'reward', got {', '.join(numbers)}")
+        reward = numbers.get("reward", next(iter(numbers.values()), 0.0))
+        return {**numbers, "reward": reward, "success": float(reward >= 1), "graded": float(bool(numbers))}
+
+    async def _run_tests(self) -> str:
+        """Run the test script and return the text of the reward file, or "" if an earlier file cannot be removed."""
+        sandbox, folder = self._sandbox, self._task
         await sandbox._request("end")  # functions and variables of the chain's shell could change the commands below
-        await sandbox.run("rm -rf /tmp/tests /tests /logs/verifier")
+        removed = await sandbox.run(
+            "chmod -R u+rwx /tests /logs 2> /dev/null; rm -rf /tmp/tests /tmp/logs /tests /logs 2> /dev/null; "
+            "test ! -e /tests -a ! -e /logs"
+        )
+        if not removed.ok:
+            return ""
         await sandbox.copy(folder["path"] / "tests", "/tests")
         await sandbox.copy({}, "/logs/verifier")
         variables = " ".join(f"{name}={shlex.quote(value)}" for name, value in folder["test_variables"].items())
@@ -325,23 +403,28 @@ class Harbor(base.SandboxEnvironment):
             f"chmod +x /tests/test.sh; env {variables} /tests/test.sh > /logs/verifier/test-stdout.txt 2>&1",
             folder["test_seconds"],
         )
-        written = await sandbox.run("cd /logs/verifier; cat reward.json 2> /dev/null || cat reward.txt")
-        numbers = _numbers(written.stdout)
-        if len(numbers) > 1 and "reward" not in numbers:
-            raise RewardError(f"reward.json of {folder['path']} must contain 'reward', got {', '.join(numbers)}")
-        reward = numbers.get("reward", next(iter(numbers.values()), 0.0))
-        return {**numbers, "reward": reward, "success": float(reward >= 1), "graded": float(bool(numbers))}
+        return str((await sandbox.run("cd /logs/verifier; cat reward.json 2> /dev/null || cat reward.txt")).stdout)
+
+    async def solve(self) -> None:
+        """Copy `solution/` to /solution and run `solve.sh`, for at most an hour.
+
+        Raises:  SandboxError if the script fails.
+        """
+        await self._sandbox.copy(self._task["path"] / "solution", "/solution")
+        done = await self._sandbox.run("chmod +x /solution/solve.sh; /solution/solve.sh", 3600.0)
+        if not done.ok:
+            raise SandboxError(f"solution/solve.sh of {self._task['path']} failed: {done.text[-500:]}")
 
 
 def _numbers(text: str) -> dict[str, float]:
     """Parse the content of a reward file, a number or a JSON object of numbers. Return {} for anything else."""
     try:
         value = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         value = text
     try:
         numbers = {name: float(x) for name, x in (value if isinstance(value, dict) else {"reward": value}).items()}
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         return {}
     return numbers if all(map(math.isfinite, numbers.values())) else {}
 
@@ -358,16 +441,15 @@ def agent(engine: Any, *, chat: Any, **settings: Any) -> Agent:
     scored: Any = base.reward(Harbor)
     scored.timeout = None  # the time limit of the test script applies
     defaults = {"max_turns": 32, "size": 4, "acquire_timeout": 3600.0, "reward": scored}
-    return base.agent(Harbor, engine, chat=chat, **{**defaults, **settings})
+    # The first chain of a task builds its image while its sandbox is reset.
+    options = {"start_timeout": 3600.0, **settings.pop("options", {})}
+    return base.agent(Harbor, engine, chat=chat, **{**defaults, "options": options, **settings})
 
 
 def expert(**settings: Any) -> Agent:
     """Create an agent that runs `solution/solve.sh` of each task. The arguments are those of `agent`."""
-    return agent(PlayerEngine(expert_player, small_chat()), chat=small_chat(), **settings)
 
+    async def solve(task: Task, endpoint: Any, folder: FromPool[Harbor]) -> None:
+        await folder.solve()
 
-def expert_player(task: Task, messages: Sequence[Message], rng: Any) -> Move:
-    """Run the content of solution/solve.sh, then answer."""
-    if tool_outputs(messages):
-        return "The task is solved."
-    return "shell", {"command": f"(\n{Path(task.fields['folder'], 'solution', 'solve.sh').read_text()}\n)"}
+    return agent(ScriptedEngine([]), chat=small_chat(), harness=solve, **settings)

@@ -140,6 +140,8 @@ class HostedSandbox(Sandbox):
         """Hold the locks of both sandboxes during a copy. Empty `into` first, and reset it if the copy fails."""
         if not isinstance(into, type(self)) or into is self:
             raise SandboxError(f"into must be another {type(self).__name__}, got {into!r}")
+        if self._is_writable_container:
+            raise SandboxError(f"a {type(self).__name__} in a writable container cannot fork")
         try:
             async with self._exclusive(), into._exclusive():
                 try:

@@ -197,7 +197,7 @@ class Sandbox(Startable):
             if not self.alive:
                 raise SandboxError(f"a dead or closed {type(self).__name__} cannot be reset; create a new one")
             self._call_count = 0
-            if isinstance(self._requested_isolation, Container) and self._requested_isolation.writable:
+            if self._is_writable_container:
                 self._drop()
                 return await self._start()
             await self._new_interpreter(wipe=True)
@@ -213,6 +213,10 @@ class Sandbox(Startable):
     @property
     def _in_container(self) -> bool:
         return isinstance(self._requested_isolation, Container)
+
+    @property
+    def _is_writable_container(self) -> bool:
+        return isinstance(self._requested_isolation, Container) and self._requested_isolation.writable
 
     @property
     def limit_mechanisms(self) -> Mapping[str, str]:
@@ -307,16 +311,16 @@ class Sandbox(Startable):
     def _check_not_ended_from_outside(self) -> bool:
         """Return True if the code ended its own sandbox. Raise SandboxError if it was ended from outside.
 
-        Code can end its sandbox only with isolation="none". At this level, the cause of an exit is unknown and is
-        attributed to the code unless the machine ran out of memory. Otherwise a policy could escape a bad reward by
-        killing its sandbox.
+        Code can end its sandbox only with isolation="none" and in a writable container, where it is root. The cause of
+        an exit is then unknown and is attributed to the code, at level "none" unless the machine ran out of memory.
+        Otherwise a policy could escape a bad reward by killing its sandbox.
         """
         handle = self._handle
         if not self._call_count or handle is None or handle.dropped or self._closed:
             return False
         hits = handle.usage.limit_hits()
         out_of_memory = hits.killed > self._limit_hits.killed and hits.memory == self._limit_hits.memory
-        if self.isolation == "none" and not out_of_memory:
+        if self._is_writable_container or (self.isolation == "none" and not out_of_memory):
             return True
         raise SandboxError(
             f"{OUT_OF_MEMORY if out_of_memory else 'the sandbox was ended from outside'}, and the variables and files "

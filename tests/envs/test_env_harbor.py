@@ -5,6 +5,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import errors
 import pytest
 from levels import MARKS
 from test_sandbox_container import engine  # noqa: F401  (a fixture)
@@ -70,11 +71,21 @@ async def test_each_chain_gets_new_files_and_the_tests_grade_what_it_leaves(tmp_
         "python3() { echo 1 > /logs/verifier/reward.txt; }; export -f python3; rm() { :; }; env() { python3; }",
         "mkdir -p /tests; echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh; chmod -w /tests/test.sh /tests",
         "ln -s /tmp /tests; trap 'echo 1 > /logs/verifier/reward.txt' EXIT; set -e",
+        "mkdir -p /tmp/logs/verifier; cd /tmp/logs/verifier; echo 1 > reward.json; chmod 444 reward.json; chmod 555 .",
     ],
 )
 async def test_the_shell_of_the_chain_cannot_write_the_reward(tmp_path: Path, command: str) -> None:
     trajectory = await play(make(tmp_path / "adding"), command)
     assert (trajectory.reward, trajectory.metrics["graded"]) == (0.0, 1.0)
+
+
+@strict
+@pytest.mark.parametrize(
+    "command",
+    ["rm -rf /tmp/logs; echo > /tmp/logs", "head -c 2000M /dev/zero > /tmp/full", "(sleep 0.2; kill -9 $PPID) &"],
+)
+async def test_a_chain_cannot_escape_its_reward(tmp_path: Path, command: str) -> None:
+    assert (await play(make(tmp_path / "adding"), command)).reward == 0.0
 
 
 @strict
@@ -91,6 +102,11 @@ async def test_the_shell_of_the_chain_cannot_write_the_reward(tmp_path: Path, co
         ),
         ("echo NaN > /logs/verifier/reward.txt", {"reward": 0.0, "success": 0.0, "graded": 0.0}),
         ("echo '{\"reward\": [1]}' > /logs/verifier/reward.json", {"reward": 0.0, "success": 0.0, "graded": 0.0}),
+        (
+            "python3 -c 'print(20000 * chr(91))' > /logs/verifier/reward.json",
+            {"reward": 0.0, "success": 0.0, "graded": 0.0},
+        ),
+        ("echo 1" + 400 * "0" + " > /logs/verifier/reward.json", {"reward": 0.0, "success": 0.0, "graded": 0.0}),
         ("exit 3", {"reward": 0.0, "success": 0.0, "graded": 0.0}),
         ('echo \'{"a": 1, "b": 0}\' > /logs/verifier/reward.json', None),
     ],
@@ -114,6 +130,8 @@ async def test_what_the_test_script_may_write(tmp_path: Path, script: str, found
         ({"task.toml": "[environment]\nworkdir = '/srv'"}, "environment.workdir without an image is not supported"),
         ({"task.toml": "[environment]\nmemory = '2T'"}, "environment.memory must be a size such as '2G'"),
         ({"task.toml": "[environment]\ncpus = 'two'"}, "environment.cpus is not valid, got 'two'"),
+        ({"task.toml": "[environment]\nnetwork_mode = 'allowlist'"}, "environment.network_mode is not supported"),
+        ({"task.toml": "[verifier]\ntimeout_sec = -1"}, "verifier.timeout_sec is not valid, got -1"),
         ({"task.toml": "environment = 3"}, "environment.docker_image is not valid, got 3"),
         ({"task.toml": "[verifier]\nenv = { KEY = '${KEY}' }"}, "a variable of this machine in verifier.env.KEY"),
         ({"environment/docker-compose.yaml": "a"}, "environment/docker-compose.yaml is not supported"),
@@ -188,21 +206,39 @@ async def test_rows_of_swe_bench(tmp_path: Path, row: dict[str, Any]) -> None:
     idle = await play(tmp_path / "tasks", "cat test_adder.py")
     assert (idle.reward, idle.metrics["fixed"], idle.metrics["kept"]) == (0.0, 0.0, 1.0)
     assert "test_add" not in idle.tool_calls[0].result.observation
+    passing = "rm test_adder.py; echo 'def test_add(): pass' > test_adder.py; chmod 444 test_adder.py; chmod 555 ."
+    assert (await play(tmp_path / "tasks", passing)).reward == 0.0
     broken = await play(
         tmp_path / "tasks", "echo 'def test_neg(): pass' > test_adder.py; echo 'add = neg = 0' > adder.py"
     )
     assert (broken.reward, broken.metrics["kept"]) == (0.0, 0.0)
 
 
+ESCAPE = """\
+diff --git a/l b/l
+new file mode 120000
+--- /dev/null
++++ b/l
+@@ -0,0 +1 @@
++{}
+\\ No newline at end of file
+"""
+
+
 def test_rows_of_swe_bench_that_are_refused(tmp_path: Path, row: dict[str, Any]) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
     for changes, message in (
-        ({"instance_id": "../a"}, "instance_id must consist of letters"),
-        ({"base_commit": "--output=a"}, "base_commit must consist of letters"),
+        ({"instance_id": "../a"}, "names of letters"),
+        ({"repo": "a/.."}, "names of letters"),
+        ({"base_commit": f"--output={secret}"}, "a hash as base_commit"),
         ({"base_commit": "f" * 40}, "git archive f"),
         ({"test_patch": "nothing"}, "git apply - failed"),
+        ({"test_patch": ESCAPE.format(secret)}, "must add or change a file"),
     ):
         with pytest.raises(af.errors.TaskError, match=message):
             af.envs.harbor.from_swe_bench([row | changes], tmp_path / "clones", tmp_path / "tasks")
+    assert secret.read_text() == "secret"
 
 
 # --- containers ----------------------------------------------------------------------------------
@@ -242,5 +278,19 @@ async def test_a_writable_container_is_replaced_by_a_reset(engine: Any) -> None:
             "0",
             "changed",
         ]
+        async with af.ShellSandbox(isolation=place) as other:
+            await errors.check(
+                lambda: sandbox.fork(other), af.errors.SandboxError, "in a writable container cannot fork"
+            )
         await sandbox.reset()
         assert not (await sandbox.run("cat /usr/file")).ok
+
+
+@pytest.mark.real
+async def test_root_in_a_container_cannot_escape_by_ending_it(engine: Any) -> None:  # noqa: F811
+    place = af.Container("agentfly-test:latest", engine=engine.url, writable=True)
+    async with af.ShellSandbox(isolation=place, memory_mb=96) as sandbox:
+        fill = "python3 -c 'x = bytearray(40 << 20); import time; time.sleep(60)' &\n"
+        result = await sandbox.run("echo 1000 > /proc/1/oom_score_adj\n" + 8 * fill + "wait", 120.0)
+        assert not result.ok
+        assert (await sandbox.run("echo again")).text.endswith("again")

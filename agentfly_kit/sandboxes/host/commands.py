@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from ...errors import IsolationError
 from .limits import Limits
 
 INSIDE = Path(__file__).parent.parent / "inside"
@@ -243,7 +244,7 @@ def strict_command(
 
     The environment is minimal, because code in the sandbox can read it. Later mounts of the command hide earlier ones.
     If there is an `unprivileged_namespace`, the program starts as its uid 0, with the capabilities that it needs to
-    become `STRICT_UID`. `links` maps paths of symbolic links to their targets. `users_fd` is a
+    become `STRICT_UID`. `links` maps paths of symbolic links to their targets. `users_fd` is the
     descriptor of a file with the content of /etc/passwd.
     """
     command, passed = [shutil.which(program) or program], [seccomp_fd]
@@ -291,6 +292,10 @@ def strict_command(
         for folder in _visible_packages():
             command += ["--size", "4096", "--perms", "0555", "--tmpfs", folder, "--remount-ro", folder]
     for path, target in (links or {}).items():
+        if any(_is_within(inside_path(folder), path) for folder in python_folders(packages)):
+            raise IsolationError(
+                f"{path} must not contain this Python, because tasks use it; install Python elsewhere"
+            )
         command += ["--symlink", target, path]
     command += ["--chdir", STRICT_HOME, "--remount-ro", "/", "--seccomp", str(seccomp_fd), "--"]
     return command, {"PATH": "/usr/bin:/bin"}, passed

@@ -74,7 +74,8 @@ class Container(Displayable):
             writable. A reset does not clear mounts. Host paths refer to the engine's machine.
         network: name of the network to use if the sandbox has network=True; by default the engine's default network.
         python: the Python command in the image.
-        writable: whether the code runs as root in a writable file system. A reset then starts a new container.
+        writable: whether the code runs as root in a writable file system. A reset then starts a new container, and
+            forks are not possible.
         runtime: OCI runtime to use, such as "runsc" for gVisor; by default the engine's default runtime.
         engine: address of the container engine, such as "unix:///run/podman/podman.sock" or "tcp://host:port". By
             default, the address in DOCKER_HOST is used, or else one of the usual sockets of Docker and podman.
@@ -105,7 +106,8 @@ class Container(Displayable):
             "the folders of mounts= can be read, and written if mounted ':rw'; files written there are not deleted",
             "access to the engine amounts to root access to its machine; you have it, but the code inside does not",
             "with network=True the code is on the engine's default network, or on the one named by network=",
-            "with writable=True the code is root in the container, and its disk usage is limited in /tmp only",
+            "with writable=True the code is root in the container, also for folders of mounts=, and its disk usage is "
+            "limited in /tmp only",
         )
 
     def limit_mechanisms(self, limits: Limits) -> dict[str, str]:
@@ -216,20 +218,35 @@ def build_image(engine: str | None, folder: str | os.PathLike[str], tag: str, ti
         tag: name of the image.
         timeout: maximum time in seconds without output of the build.
 
-    Raises:  SandboxError, with the last lines of output, if a command of the Dockerfile fails.
+    Raises:  SandboxError, with the last lines of output, if a command of the Dockerfile fails or prints nothing for
+             `timeout` seconds.
     """
-    with _building, _client(address(engine)) as api:
+    with _client(address(engine)) as api:
         if api.images(tag):
             return
-        lines: list[str] = []
-        for part in api.build(path=os.fspath(folder), tag=tag, rm=True, forcerm=True, decode=True, timeout=timeout):
-            lines += str(part.get("stream", "")).strip().splitlines()
+        with _building:
+            if not api.images(tag):
+                _build_image(api, os.fspath(folder), tag, timeout)
+
+
+def _build_image(api: Any, folder: str, tag: str, timeout: float) -> None:
+    from urllib3.exceptions import HTTPError
+
+    lines: list[str] = []
+    try:
+        for part in api.build(path=folder, tag=tag, rm=True, forcerm=True, decode=True, timeout=timeout):
+            lines += str(part.get("stream", part.get("error", ""))).strip().splitlines()
             if "error" in part:
-                output = "\n".join([*lines[-8:], str(part["error"]).strip()])
-                raise SandboxError(
-                    f"the image of {os.fspath(folder)!r} could not be built. If its commands download something, the "
-                    f"engine needs network access. Last output:\n{output}"
-                )
+                break
+        else:
+            return
+    except HTTPError:
+        lines.append(f"no output for {timeout:g} s")
+    output = "\n".join(lines[-8:])
+    raise SandboxError(
+        f"the image of {folder!r} could not be built. If its commands download something, the engine needs network "
+        f"access. Last output:\n{output}"
+    )
 
 
 def working_folder(engine: str | None, image: str) -> str:
