@@ -6,7 +6,7 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
@@ -98,10 +98,12 @@ class TrainConfig(PPOConfig):
             TrainingError, the iteration is not recorded, and the weights of the last checkpoint are restored. None sets
             no limit. Regardless of this limit, a run without `difficulty` warns once if the mean reward stays below
             half of its best value for 3 consecutive iterations.
-        overlap: If 1, sample the chains of the next iteration during the update of the current one, with the weights
-            before the update (one step off-policy). A `LocalEngine` then samples from a copy of the policy, and
-            old_logprobs="auto" means "recompute" if `correction` is set, otherwise "engine". If 0, sampling and updates
-            alternate.
+        overlap: Number of iterations whose chains are sampled during the update of the current one. 0 alternates
+            sampling and updates. With 1, chains are one iteration off-policy. With k > 1, they have k iterations to
+            finish, so that a few long chains do not delay the updates; they are up to k iterations off-policy. A
+            `LocalEngine` samples them from k copies of the policy, with the weights at their start; other engines go on
+            with each new version. old_logprobs="auto" then means "recompute" if `correction` is set, otherwise
+            "engine".
         filters: Functions, such as those in `af.filters`, that return the reason to exclude a chain, or None. Excluded
             chains are treated as unscored.
         refill: Maximum number of times per iteration that additional tasks are sampled to replace groups with no
@@ -153,7 +155,7 @@ class TrainConfig(PPOConfig):
     kl_target: float | None = None
     kl_horizon: float = 10_000
     max_kl: float | None = 10.0
-    overlap: Literal[0, 1] = 0
+    overlap: int = 0
     filters: list[Filter] | tuple[Filter, ...] = ()
     refill: int = 0
     truncated: TruncationMode = "score"
@@ -183,7 +185,7 @@ class TrainConfig(PPOConfig):
         "kl_target": "above 0",
         "kl_horizon": "above 0",
         "max_kl": "above 0",
-        "overlap": Literal[0, 1],
+        "overlap": "of at least 0",
         "refill": "of at least 0",
         "truncated": TruncationMode,
         "max_concurrency": "of at least 1",
@@ -226,7 +228,7 @@ class TrainConfig(PPOConfig):
                 "advantage='gdpo' needs unmodified rewards; use truncated='score' and kl_in='loss'",
             ),
             (
-                name == "remax" and self.overlap == 1,
+                name == "remax" and self.overlap > 0,
                 "overlap must be 0 for advantage='remax', so that all chains use the same weights",
             ),
             (

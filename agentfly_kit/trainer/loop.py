@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from agentfly_kit import losses
-from agentfly_kit._async.pending_call import Handle, run_in_thread, wait_all
+from agentfly_kit._async.pending_call import Handle, run_in_thread
 from agentfly_kit._display import Displayable, explain_interrupt, show_progress
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.request import GroupWorkers
@@ -204,7 +204,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
 
     @property
     def rollout(self) -> RolloutHandle | None:
-        return self._sampler.handle
+        return next(reversed(self._sampler.running.values()), None)
 
     @property
     def latest_rollout(self) -> tuple[int, RolloutHandle] | None:
@@ -332,6 +332,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 self._outcome, self._loop, self.stopping = outcome, None, False
                 self._trackers.end(outcome)
                 self.run.lock.release(self)
+                await self._sampler.cancel_ahead()
 
     def _check_not_iterating(self) -> None:
         if self.iterating:
@@ -362,6 +363,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
                     # Reload the checkpoint next time, because the update may be incomplete.
                     self._prepared = False
                     self._update_bar(None)
+                    await self._sampler.cancel_ahead()
                     raise
                 self._update_bar(step)
             self._steps_yielded += 1
@@ -408,18 +410,11 @@ class TrainRun(Handle["TrainRun"], Displayable):
             rollout = await self._sampler.sample(index)
         rolled = time.perf_counter()
 
-        # With overlap=1, the chains of the next iteration are sampled during this update.
-        prefetching = await self._sampler.start_prefetch(index + 1)
-        prefetched = None
-        try:
-            stats, rollout, lag = await self._update(index, rollout)
-            updated = time.perf_counter()
-            if prefetching is not None:
-                prefetched = await self._sampler.finish_prefetch(index + 1, prefetching)
-        finally:
-            if prefetching is not None:
-                prefetching.cancel()
-                await wait_all([prefetching])
+        # With `overlap`, the chains of the next iterations are sampled during this update.
+        await self._sampler.start_ahead(index)
+        stats, rollout, lag = await self._update(index, rollout)
+        updated = time.perf_counter()
+        prefetched = await self._sampler.finish_ahead(index + 1)
 
         evaluation = None
         if config.evaluate_every and ((index + 1) % config.evaluate_every == 0 or index + 1 == self.total):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from agentfly_kit import seeds
-from agentfly_kit._async.pending_call import run_in_thread
+from agentfly_kit._async.pending_call import run_in_thread, wait_all
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.request import GroupWorkers, RolloutRequest, group_ids
 from agentfly_kit.agent.rollout import Rollout
@@ -36,7 +36,7 @@ class RolloutSampler:
     """Samples the chains of each iteration of a run.
 
     Attributes:
-        handle: Training rollout in progress; None between rollouts.
+        running: Training rollouts in progress, by index. With `overlap`, there may be several.
         latest: Step number and handle of the most recently started training rollout; None before the first.
         rollout_workers: Processes that run the groups of rollouts and evaluations, or None for this process.
     """
@@ -53,10 +53,12 @@ class RolloutSampler:
         self.rollout_workers = rollout_workers
         self.agent, self.policy, self.tasks, self.config, self.workers = agent, policy, tasks, config, workers
         self.task_sampler = TaskSampler(tasks, config.tasks_per_step, config.seed, config.difficulty)
-        self.handle: RolloutHandle | None = None
+        self.running: dict[int, RolloutHandle] = {}
         self.latest: tuple[int, RolloutHandle] | None = None
-        # Agent whose engine has a copy of the weights, so that updates do not affect its samples.
-        self._prefetch_agent: Agent | None = None
+        # Rollouts of later iterations, by index, and agents whose engines have copies of the weights, so that updates
+        # do not affect their samples.
+        self._ahead: dict[int, asyncio.Task[Rollout]] = {}
+        self._copies: dict[int, Agent] = {}
         self._paused = False
         # The most recently started rollout, which may be an evaluation or a greedy rollout.
         self._started: RolloutHandle | None = None
@@ -80,7 +82,7 @@ class RolloutSampler:
 
     def _current(self) -> list[RolloutHandle]:
         """Return the rollouts that may be running. With `overlap`, an evaluation and prefetching run concurrently."""
-        return [rollout for rollout in (self.handle, self._started) if rollout is not None]
+        return [*self.running.values(), *([] if self._started is None else [self._started])]
 
     def _pausable(self, agent: Agent, **changes: Any) -> Agent:
         """Return a copy of the agent that pauses and resumes its rollouts together with the run."""
@@ -138,13 +140,13 @@ class RolloutSampler:
 
     async def _run_rollout(self, agent: Agent, tasks: list[Task], index: int, purpose: str) -> Rollout:
         """Run the part of a rollout that is assigned to this process."""
-        self.handle = RolloutHandle(self._pausable(agent), self.request(tasks, index, purpose), self.rollout_workers)
-        self.latest = index + 1, self.handle
+        handle = RolloutHandle(self._pausable(agent), self.request(tasks, index, purpose), self.rollout_workers)
+        self.running[index], self.latest = handle, (index + 1, handle)
         try:
-            rollout = await self.handle
+            rollout = await handle
             return rollout.sum_turn_rewards() if self.config.sum_turn_rewards else rollout
         finally:
-            self.handle = None
+            del self.running[index]
 
     async def greedy_rewards(self, rollout: Rollout) -> dict[str, float]:
         """Sample a greedy chain for each task. Return the rewards keyed by task id, with NaN for unscored chains."""
@@ -180,35 +182,43 @@ class RolloutSampler:
         places = {id: place for place, id in enumerate(ids)}
         return dataclasses.replace(rollout, groups=tuple(sorted(rollout.groups, key=lambda group: places[group.id])))
 
-    async def start_prefetch(self, index: int) -> asyncio.Task[Rollout] | None:
-        """Start sampling the chains of an iteration with the current weights. Later updates do not affect the samples.
+    async def start_ahead(self, index: int) -> None:
+        """Start sampling the chains of the `config.overlap` iterations after `index`, with the current weights.
 
-        Return None if `config.overlap` is 0, or if the run ends before this iteration.
+        Chains that were started before continue: with the same weights if the engine shares them with the policy, which
+        samples from copies, and otherwise with the current weights of the engine.
         """
-        if not self.config.overlap or index >= self.config.steps:
-            return None
+        coming = range(index + 1, min(index + 1 + self.config.overlap, self.config.steps))
+        for ahead in [i for i in coming if i not in self._ahead]:
+            agent = await self._agent_ahead(ahead % self.config.overlap)
+            self._ahead[ahead] = asyncio.create_task(self._sample(ahead, agent), name=f"agentfly-ahead-{ahead + 1}")
+
+    async def _agent_ahead(self, copy: int) -> Agent:
+        """Return the agent with an engine whose samples later updates of the policy do not affect.
+
+        The copy number `copy` of the policy is no longer used when its number occurs again.
+        """
         agent, policy = self.agent, self.policy
         if getattr(agent.engine, "policy", None) is not policy:
             await agent.engine.update(policy)
-            return asyncio.create_task(self._sample(index, agent), name=f"agentfly-ahead-{index + 1}")
-        # This engine shares its weights with the policy, which the next update modifies. Sample from a copy instead.
+            return agent
         if not isinstance(agent.engine, LocalEngine):
-            raise SettingsError(
-                f"overlap=1 needs LocalEngine or an engine with its own weights, got {agent.engine!r}"
-            )
-        if self._prefetch_agent is None:
+            raise SettingsError(f"overlap needs LocalEngine or an engine with its own weights, got {agent.engine!r}")
+        if copy not in self._copies:
             twin = await run_in_thread(policy.copy)
             # Unlike `agent.replace`, this shares internal state such as `last_run` and the warnings already issued.
-            self._prefetch_agent = dataclasses.replace(agent, engine=LocalEngine(twin, slots=agent.engine.slots))
-        copied = self._prefetch_agent.engine.policy  # type: ignore[attr-defined]
+            self._copies[copy] = dataclasses.replace(agent, engine=LocalEngine(twin, slots=agent.engine.slots))
+        copied = self._copies[copy].engine.policy  # type: ignore[attr-defined]
         await run_in_thread(copied.load_state, policy.state())
         copied.version = policy.version
-        return asyncio.create_task(self._sample(index, self._prefetch_agent), name=f"agentfly-ahead-{index + 1}")
+        return self._copies[copy]
 
-    async def finish_prefetch(self, index: int, prefetched: asyncio.Task[Rollout]) -> Rollout | None:
-        """Wait for the prefetched chains. If prefetching failed, warn and return None."""
+    async def finish_ahead(self, index: int) -> Rollout | None:
+        """Wait for chains that are sampled ahead. Return None if there are none, or, with a warning, if they failed."""
+        if index not in self._ahead:
+            return None
         try:
-            return await self._gather(index, prefetched)
+            return await self._gather(index, self._ahead[index])
         except Exception as error:  # do not lose the completed step
             warnings.warn(
                 f"sampling the chains of step {index + 1} ahead failed ({type(error).__name__}: {error}); they are "
@@ -216,6 +226,16 @@ class RolloutSampler:
                 stacklevel=2,
             )
             return None
+        finally:
+            if self._ahead[index].done():
+                del self._ahead[index]
+
+    async def cancel_ahead(self) -> None:
+        """Cancel all chains that are sampled ahead, and wait until they have ended."""
+        ahead, self._ahead = [*self._ahead.values()], {}
+        for task in ahead:
+            task.cancel()
+        await wait_all(ahead)
 
 
 class TaskSampler:

@@ -292,6 +292,18 @@ async def test_training_on_a_fleet_is_training_on_one_engine() -> None:
     assert await curve(1) == await curve(3)
 
 
+async def test_chains_of_several_iterations_continue_with_new_weights() -> None:
+    """With overlap=2, chains of a fleet may have tokens of three versions. The oldest is two iterations old."""
+    policy = agents.fresh()
+    agent = agents.agent(policy, engine=af.Fleet(servers(policy)))
+    config = af.TrainConfig(steps=5, tasks_per_step=4, group_size=4, overlap=2)
+    before = [0]
+    async for step in af.train(agent, policy, agents.tasks(16), config):
+        oldest = min(int(v) for t in step.rollout for v in t.versions[t.action_mask])
+        assert step.record["lag"] == before[-1] - oldest and oldest >= before[max(0, step.step - 3)]
+        before.append(policy.version)
+
+
 async def test_a_fleet_samples_ahead_with_a_lag_of_one_step() -> None:
     policy = agents.fresh()
     fleet = af.Fleet(servers(policy))
@@ -314,7 +326,7 @@ async def test_engines_that_share_the_policy_cannot_sample_ahead() -> None:
     await errors.check(
         lambda: af.train(agent, policy, agents.tasks(4), config),
         af.errors.SettingsError,
-        "overlap=1 needs LocalEngine or an engine",
+        "overlap needs LocalEngine or an engine",
     )
 
 

@@ -355,7 +355,7 @@ async def test_pause_reaches_chains_sampled_ahead_beside_an_evaluation() -> None
     policy = learner()
     sampler = RolloutSampler(small(policy), policy, TASKS, SMALL, WorkerGroup(None))
     agent = sampler._pausable(sampler.agent)
-    sampler.handle = ahead = agent.rollout(TASKS, 2)
+    sampler.running[0] = ahead = agent.rollout(TASKS, 2)
     running = [asyncio.ensure_future(ahead)]
     await asyncio.sleep(0)
     running.append(asyncio.ensure_future(agent.rollout(TASKS[:2], purpose="evaluate")))

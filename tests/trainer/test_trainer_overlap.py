@@ -1,4 +1,4 @@
-"""overlap=1: the next chains are sampled during the update, and no task of theirs is left behind."""
+"""overlap=: the next chains are sampled during the update, and no task of theirs is left behind."""
 
 import asyncio
 import gc
@@ -61,12 +61,48 @@ async def test_each_rollout_except_the_first_is_one_iteration_old(updated: list[
     assert isinstance(run.agent.engine, af.LocalEngine) and run.agent.engine.policy is policy
 
 
+async def test_chains_are_at_most_as_many_iterations_old_as_overlap(updated: list[Any]) -> None:
+    run = await start(None, learner(), SMALL.replace(overlap=2))
+    at = [version for version, *_ in updated]
+    sampled_at = [{int(v) for v in batch.versions[batch.mask]} for _, batch, _ in updated]
+    assert sampled_at == [{0}, {0}, {0}, {at[1]}] and at[1] > 0
+    assert [record["lag"] for record in run.records] == [0, at[1], at[2], at[3] - at[1]]
+    # The last batch was sampled from a copy of the weights after the first update, while others were trained.
+    fresh = learner()
+    await start(None, fresh, SMALL.replace(steps=1, lr_end=None, lr=SMALL.lr))
+    last = updated[3][1]
+    scored = fresh.score(last, {"logprob"})["logprob"]
+    torch.testing.assert_close(scored[last.mask], last.logprobs[last.mask], atol=2e-5, rtol=0)
+    assert not left()
+
+
+@pytest.mark.parametrize("how", ["break", "cancel", "stop"])
+async def test_chains_of_several_iterations_end_with_the_loop(how: str, tmp_path: Path) -> None:
+    """They continue between two steps, and are sampled again when the run continues."""
+    config = SMALL.replace(overlap=2)
+    run = start(tmp_path / "run", learner(), config)
+    if how == "cancel":
+        going = asyncio.create_task(run)
+        await until(lambda: run.records)
+        going.cancel()
+        await asyncio.wait([going])
+    else:
+        async for _ in run:
+            assert set(run._sampler._ahead) == {2}
+            if how == "break":
+                break
+            run.stop()
+    await until(lambda: not left())
+    done = len(run.records)
+    assert [s.step async for s in run][done - 4 :] == [*range(done + 1, 5)] and not left()
+
+
 async def test_chains_are_sampled_during_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     real = updates.ppo_step_async
     seen: list[int] = []
 
     def sampled() -> int:
-        return 0 if run._sampler._prefetch_agent is None else run._sampler._prefetch_agent.engine.sampled  # type: ignore[attr-defined]
+        return sum(agent.engine.sampled for agent in run._sampler._copies.values())  # type: ignore[attr-defined]
 
     async def held(*given: Any, **options: Any) -> Any:
         await until(sampled)
