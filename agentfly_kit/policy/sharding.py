@@ -116,7 +116,12 @@ class ShardedPolicy(Policy):
 
     def gathered(self) -> Policy:
         """Return a policy that saves the full weights. Only the main process receives them."""
-        state = super()._full_state()
+        policy: Any = object.__new__(_subclass(_GatheredPolicy, type(self).__bases__[1]))
+        policy.__dict__.update(self.__dict__, whole=self._gather(super()._full_state()))
+        return policy  # type: ignore[no-any-return]
+
+    def _gather(self, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Return full weights on the CPU in the main process, and an empty dict in other processes."""
         ties = {name: id(p) for name, p in self.model.named_parameters(remove_duplicate=False)}
         found: dict[Any, Tensor] = {}  # tied weights are gathered once
         for name, tensor in state.items():
@@ -124,14 +129,11 @@ class ShardedPolicy(Policy):
             if key not in found:
                 whole = _whole(tensor.detach())
                 found[key] = whole.cpu() if self.accelerator.is_main_process else whole.new_empty(0)
-        state = {name: found[ties.get(name, name)] for name in state} if self.accelerator.is_main_process else {}
-        policy: Any = object.__new__(_subclass(_GatheredPolicy, type(self).__bases__[1]))
-        policy.__dict__.update(self.__dict__, whole=state)
-        return policy  # type: ignore[no-any-return]
+        return {name: found[ties.get(name, name)] for name in state} if self.accelerator.is_main_process else {}
 
     def state(self) -> dict[str, Tensor]:
-        """Return the full weights on the CPU in the main process, and an empty dict in other processes."""
-        return self.gathered().state()
+        """Return the full weights (of the adapter, if there is one) on the CPU in the main process, otherwise {}."""
+        return self._gather(super().state())
 
     def load_state(self, state: dict[str, Tensor], version: int | None = None) -> None:
         """Load full weights. Each process must pass all of them."""
