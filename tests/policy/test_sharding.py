@@ -12,6 +12,7 @@ import errors
 import pytest
 import torch
 from processes import run_two
+from test_memory import config, measured
 from test_ppo_settings import Kept, judged, made, trajectories
 from test_trainer import SMALL, TASKS, digits, numbers
 
@@ -20,6 +21,8 @@ import agentfly_kit as af
 pytest.importorskip("accelerate")
 
 STATS = ("loss", "policy_loss", "value_loss", "approx_kl", "clip_fraction", "entropy", "ratio_max", "kl_reference")
+MODEL = (128, 8, 4000)
+MEMORY: list[tuple[int | None, dict[str, Any]]] = [(None, {}), (None, {"checkpointing": True}), (16, {})]
 HEADS: dict[str, Any] = {"value head": True, "separate critic": "separate"}
 CASES: dict[str, dict[str, Any]] = {
     "value head": {"entropy_coef": 0.01},
@@ -153,6 +156,10 @@ def child(folder: Path) -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     out: dict[str, Any] = {name: run(name, folder, accelerator) for name in CASES}
     out["imitated"] = imitated(accelerator)
+    for i, (lora, options) in enumerate(MEMORY):
+        out[f"memory {i}"] = measured(
+            config(*MODEL), af.PPOConfig(micro_tokens=512, **options), 256, lora, "float32", accelerator
+        )
     out["continued"] = trained(folder / "alone", accelerator)  # a complete run of one process
     trained(folder / "train", accelerator, stop_after=2)
     out["trained"] = trained(folder / "train", accelerator)
@@ -182,6 +189,13 @@ def test_two_processes_with_half_of_the_weights_compute_the_step_of_one(tmp_path
         print(name, "weights", away)
         assert away <= 1e-4, name
     assert ranks[0]["imitated"] == ranks[1]["imitated"] == pytest.approx(imitated(), rel=1e-5)
+    for i, (lora, options) in enumerate(MEMORY):
+        estimate = af.estimate_memory(
+            config(*MODEL), micro_tokens=512, length=256, lora=lora, processes=2, **options
+        ).total
+        for rank in ranks:
+            print("memory", rank[f"memory {i}"], "estimate", estimate)
+            assert rank[f"memory {i}"] == pytest.approx(estimate, rel=0.1)
     # A run of two processes and one of a single process continue in the other number of processes.
     assert_same_state(ranks[0]["continued"], trained_alone)
     assert_same_state(trained(tmp_path / "train"), ranks[0]["trained"])

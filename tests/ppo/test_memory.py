@@ -27,13 +27,18 @@ def config(width: int, layers: int, vocabulary: int) -> Any:
     )
 
 
-def measured(config: Any, settings: af.PPOConfig, length: int, lora: int | None, dtype: str) -> int:
-    """Return the peak of an update with two micro-batches in bytes."""
+def measured(
+    config: Any, settings: af.PPOConfig, length: int, lora: int | None, dtype: str, accelerator: Any = None
+) -> int:
+    """Return the peak of an update with two micro-batches, of each process if there are several, in bytes."""
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
     policy = af.Policy(model if lora is None else with_lora(model, lora), af.tiny.policy().chat)
     assert settings.micro_tokens is not None
+    processes = 1 if accelerator is None else accelerator.num_processes
+    if accelerator is not None:
+        policy.shard(accelerator)
     generator, chains = torch.Generator().manual_seed(0), []
-    for i in range(2 * settings.micro_tokens // length):
+    for i in range(processes * 2 * settings.micro_tokens // length):
         ids = torch.randint(10, 500, (length,), generator=generator).tolist()
         mask, task = [0] + [1] * (length - 1), af.Task(str(i), ({"role": "user", "content": "?"},))
         chains.append(af.from_tokens(ids, mask, [-1.0] * length, task=task, chain=i, reward=0.0))
@@ -48,7 +53,8 @@ def measured(config: Any, settings: af.PPOConfig, length: int, lora: int | None,
             live += event.nbytes()
             peak = max(peak, live)
     state = (value for values in optimizer.state.values() for value in values.values())
-    return peak + sum(t.numel() * t.element_size() for t in (*policy.parameters(), *state))
+    held = (getattr(t, "_local_tensor", t) for t in (*policy.parameters(), *state))
+    return peak + sum(t.numel() * t.element_size() for t in held)
 
 
 SMALL = (128, 4, 2000)
@@ -118,6 +124,7 @@ def test_the_default_of_micro_tokens_fits_the_memory_of_a_gpu(
         ({"length": 1}, "length must be an integer of at least 2, got 1"),
         ({"micro_tokens": 0}, "micro_tokens must be an integer of at least 1"),
         ({"lora": 0}, "lora must be an integer of at least 1 or None, got 0"),
+        ({"processes": 2, "dtype": "bfloat16"}, "dtype must be 'float32' for several processes, got 'bfloat16'"),
         ({"dtype": "float16"}, "dtype must be 'float32' or 'bfloat16', got 'float16'"),
     ],
 )
