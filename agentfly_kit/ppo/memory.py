@@ -102,7 +102,7 @@ def estimate_memory(
         SettingsError: If an argument is invalid.
 
     Source:  Peaks of `ppo_step` on a CPU, measured with torch's profiler, differ from the estimates by at most 1 % for
-        models of 1 to 250 million parameters. For two processes, the estimates are up to 10 % too high.
+        models of 1 to 250 million parameters. For two processes, estimates were up to 10 % too high.
     """
     check_value("length", length, "int", "of at least 2")
     check_value("micro_tokens", micro_tokens, "int", "of at least 1")
