@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from agentfly_kit._display import Displayable, printable, shorten
-from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError, is_host_failure
+from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError, check_instance, is_host_failure
 
 # Chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}. The content of a message with
 # images is a tuple of strings and `Image` objects; `text_of` reads either.
@@ -241,8 +241,7 @@ class ToolResult(Displayable):
     images: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.observation, str):
-            raise SettingsError(f"the observation of a ToolResult must be a string, got {self.observation!r:.80}")
+        check_instance("the observation of a ToolResult", self.observation, str, "a string")
         if self.images:
             from agentfly_kit.images import Image
 

@@ -17,7 +17,7 @@ from agentfly_kit._display import Displayable, shorten
 from agentfly_kit.agent import rollout_io
 from agentfly_kit.agent.turns import with_turn_rewards
 from agentfly_kit.batch.turn_data import executed_calls
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, check_choice
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.success import SuccessRule, check_success_rule, record_success, sign_flip_test
 from agentfly_kit.tools.context import Context
@@ -186,9 +186,8 @@ class Rollout(Displayable):
         """
         import pandas as pd
 
-        records = {"trajectories": _trajectory_records, "turns": _turn_records, "tokens": _token_records}.get(kind)
-        if records is None:
-            raise SettingsError(f"kind must be 'trajectories', 'turns' or 'tokens', got {kind!r}")
+        check_choice("kind", kind, Literal["trajectories", "turns", "tokens"])
+        records = {"trajectories": _trajectory_records, "turns": _turn_records, "tokens": _token_records}[kind]
         return pd.DataFrame(
             [
                 {"trajectory": t.id, "task": t.task.id, "chain": t.chain} | record

@@ -23,7 +23,7 @@ from agentfly_kit.agent.agent import Agent
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.envs import base
-from agentfly_kit.errors import SettingsError, TaskError, check_count
+from agentfly_kit.errors import SettingsError, TaskError, check_count, check_instance
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.types import Message, Task, ToolCall, text_of
@@ -175,8 +175,7 @@ class Family(Displayable):
             from agentfly_kit.engines.local.engine import LocalEngine
             from agentfly_kit.policy.policy import Policy
 
-            if not isinstance(engine, Policy):
-                raise SettingsError(f"engine must be an engine or a policy such as af.tiny.policy(), got {engine!r}")
+            check_instance("engine", engine, Policy, "an engine or a policy such as af.tiny.policy()")
             chat = engine.chat if chat is None else chat
             engine = LocalEngine(engine)
         settings.setdefault("max_turns", self.max_turns)

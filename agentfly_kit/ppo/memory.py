@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import PolicyError, SettingsError, check_value
+from agentfly_kit.errors import PolicyError, check_choice, check_value
 from agentfly_kit.policy.adapter import with_lora
 from agentfly_kit.policy.attention import use_soft_caps
 from agentfly_kit.policy.forward import LanguageModel
@@ -104,8 +104,7 @@ def estimate_memory(
     check_value("micro_tokens", micro_tokens, "int", "of at least 1")
     check_value("lora", lora, "int | None", "of at least 1")
     PPOConfig(autocast=autocast, checkpointing=checkpointing)  # checks the values
-    if dtype not in ("float32", "bfloat16"):
-        raise SettingsError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
+    check_choice("dtype", dtype, Literal["float32", "bfloat16"])
     config = _config(model)
     try:
         language = _language_model(config, getattr(torch, dtype), lora)
