@@ -22,7 +22,7 @@ from agentfly_kit.rewards import RewardSet
 from agentfly_kit.success import SuccessRule, check_success_rule, record_success, sign_flip_test
 from agentfly_kit.tools.context import Context
 from agentfly_kit.trajectories import UNSCORED_STOPS, Group, Trajectory
-from agentfly_kit.types import Task, images_of
+from agentfly_kit.types import Task, grouped, images_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -99,9 +99,7 @@ class Rollout(Displayable):
         forks_refused: int = 0,
     ) -> Rollout:
         """Create a rollout by grouping trajectories by `Trajectory.group`, in order of first appearance."""
-        by: dict[str, list[Trajectory]] = {}
-        for t in trajectories:
-            by.setdefault(t.group, []).append(t)
+        by = grouped(trajectories, lambda t: t.group)
         return cls(
             tuple(Group(name, tuple(ts)) for name, ts in by.items()), seconds, dict(not_run or {}), forks_refused
         )

@@ -270,6 +270,21 @@ def int_field(task: Task, name: str, minimum: int = 0) -> int:
     return given
 
 
+def check_answer(answer: object, types: Any, expected: str) -> None:
+    """Raise TaskError if the answer of a task is not an instance of `types`, which the message calls `expected`."""
+    if not isinstance(answer, types) or isinstance(answer, bool):
+        raise TaskError(f"answer must be {expected}, got {answer!r} ({type(answer).__name__})")
+
+
+def follow(start: str, keys: Sequence[str], facts: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str, str]]:
+    """Follow keys from one entry to the next. Return (entry, key, value) for each step."""
+    steps = []
+    for key in keys:
+        steps.append((start, key, facts[start][key]))
+        start = facts[start][key]
+    return steps
+
+
 def tool_outputs(messages: Sequence[Message]) -> list[str]:
     """Return the tool observations in `messages`, oldest first. Useful for writing scripted players."""
     return [text_of(m) for m in messages if m["role"] == "tool"]

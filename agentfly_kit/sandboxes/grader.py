@@ -469,7 +469,4 @@ def _failure_message(result: SandboxResult) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+    return [line.rstrip() for line in text.rstrip().replace("\r\n", "\n").split("\n")]

@@ -10,7 +10,7 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import AgentFlyError, SettingsError, TrainingError, check_count, check_instance
 from agentfly_kit.integrations.ray.cluster import Processes, connected, describe_node
+from agentfly_kit.policy.forward import ScoreName
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.policy.sharding import gather, scatter
 from agentfly_kit.ppo.config import PPOConfig
@@ -28,9 +29,6 @@ from agentfly_kit.ppo.imitation import imitation_step
 from agentfly_kit.ppo.optimizer import adamw
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.ppo.step import ppo_step
-
-if TYPE_CHECKING:
-    from agentfly_kit.policy.forward import ScoreName
 
 _TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
 _DEFAULTS = PPOConfig()
