@@ -97,10 +97,8 @@ def different_starts(e: Evidence) -> Result:
 
 
 def same_start(e: Evidence) -> Result:
-    results: dict[Any, list[set[str]]] = {}
-    for (_, calls), seen in e.first_results.items():
-        results.setdefault(calls, []).append(seen)
-    shared = {calls: seen for calls, seen in results.items() if len(seen) > 1}
+    by_calls = grouped(e.first_results, lambda key: key[1])
+    shared = {calls: [e.first_results[key] for key in keys] for calls, keys in by_calls.items() if len(keys) > 1}
     texts = set[tuple[str, ...]]().union(*e.starts.values())
     if len(e.starts) < 2 or len(texts) > 1 or any(len(set.union(*seen)) > 1 for seen in shared.values()):
         return None
