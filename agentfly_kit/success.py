@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import inspect
 import math
 from collections.abc import Callable, Sequence
@@ -144,14 +145,8 @@ def _beta_cdf(x: float, a: float, b: float) -> float:
 
 
 def _beta_quantile(probability: float, a: float, b: float) -> float:
-    low, high = 0.0, 1.0
-    for _ in range(45):
-        middle = (low + high) / 2
-        if _beta_cdf(middle, a, b) < probability:
-            low = middle
-        else:
-            high = middle
-    return (low + high) / 2
+    steps = 2**45
+    return bisect.bisect_left(range(steps), probability, key=lambda i: _beta_cdf(i / steps, a, b)) / steps
 
 
 def _t_quantile(level: float, degrees: int) -> float:

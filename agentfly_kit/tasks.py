@@ -11,7 +11,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, overload
@@ -20,7 +20,7 @@ from agentfly_kit import task_files
 from agentfly_kit._display import Displayable
 from agentfly_kit.errors import TaskError
 from agentfly_kit.seeds import digest
-from agentfly_kit.types import Task, drop_none, normalize_messages, text_of
+from agentfly_kit.types import Task, drop_none, grouped, normalize_messages, text_of
 
 
 class Tasks(Displayable, Sequence[Task]):
@@ -112,9 +112,6 @@ class Tasks(Displayable, Sequence[Task]):
     def __getitem__(self, key: slice) -> Tasks: ...
     def __getitem__(self, key: int | slice) -> Task | Tasks:
         return self._take(range(len(self))[key]) if isinstance(key, slice) else self._tasks[key]
-
-    def __iter__(self) -> Iterator[Task]:
-        return iter(self._tasks)
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -251,9 +248,7 @@ def tasks_from(
 
 def _held_out(tasks: Tasks, share: float) -> Tasks:
     """Assign the tasks with the lowest content hashes to the split "test". Equal tasks stay in the same split."""
-    by_content: dict[str, list[int]] = {}
-    for i, task in enumerate(tasks):
-        by_content.setdefault(digest("split", _canonical_content(task), size=6), []).append(i)
+    by_content = grouped(range(len(tasks)), lambda i: digest("split", _canonical_content(tasks[i]), size=6))
     held: set[int] = set()
     want = min(max(1, round(share * len(tasks))), len(tasks) - 1)
     for key in sorted(by_content):

@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 from agentfly_kit._display import Displayable, printable, shorten
-from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError, is_host_failure
+from agentfly_kit.errors import AlignmentError, EngineError, SettingsError, TaskError, check_instance, is_host_failure
+
+T = TypeVar("T")
+K = TypeVar("K")
 
 # Chat message: {"role": "system" | "user" | "assistant" | "tool", "content": str, ...}. The content of a message with
 # images is a tuple of strings and `Image` objects; `text_of` reads either.
@@ -241,8 +244,7 @@ class ToolResult(Displayable):
     images: tuple[Any, ...] = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.observation, str):
-            raise SettingsError(f"the observation of a ToolResult must be a string, got {self.observation!r:.80}")
+        check_instance("the observation of a ToolResult", self.observation, str, "a string")
         if self.images:
             from agentfly_kit.images import Image
 
@@ -420,6 +422,14 @@ def images_in(ids: Sequence[int]) -> tuple[ImageSpan, ...]:
     """Return the image spans in token ids encoded by a chat."""
     found: tuple[ImageSpan, ...] = getattr(ids, "images", ())
     return found
+
+
+def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
+    """Return lists of the items with the same `key(item)`, in order of first appearance."""
+    groups: dict[K, list[T]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def drop_none(value: Any) -> Any:

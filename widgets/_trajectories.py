@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from agentfly_kit.integrations.html import escape_control_chars
-from agentfly_kit.types import images_of, text_of
+from agentfly_kit.types import grouped, images_of, text_of
 
 from ._chains import chain_label, is_hash
 from ._format import SUCCESS_RULE, number, pack, shared_prefix
@@ -119,12 +119,9 @@ def shared_turns(paths: list[tuple[int, tuple[Any, ...]]], at: int = 0) -> list[
     A node stores the index of its first turn, the index after its last turn, the chains that contain these turns, the
     chains that end at this node, and the child nodes.
     """
-    branches: dict[Any, list[tuple[int, tuple[Any, ...]]]] = {}
     out: list[dict[str, Any]] = []
-    for i, keys in paths:
-        if len(keys) > at:
-            branches.setdefault(keys[at], []).append((i, keys))
-    for same in branches.values():
+    going_on = [path for path in paths if len(path[1]) > at]
+    for same in grouped(going_on, lambda path: path[1][at]).values():
         end = at + 1
         while all(len(keys) > end for _, keys in same) and len({keys[end] for _, keys in same}) == 1:
             end += 1

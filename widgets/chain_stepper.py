@@ -8,11 +8,12 @@ import functools
 import itertools
 import math
 import weakref
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import traitlets
 
+from agentfly_kit._async.pending_call import maybe_await
 from agentfly_kit.errors import SandboxError
 from agentfly_kit.types import spans_of
 
@@ -324,10 +325,10 @@ class ChainStepper(Opener):
     def _do_force(self, value: Any) -> None:
         """Force an action, given as {"text": ..., "end": bool} or {"ids": [...], "end": bool}."""
         said = value["text"] if "text" in value else [int(i) for i in value["ids"]]
-        self._start("writing", lambda chain: _now(lambda: chain.force(said, end=bool(value.get("end", True)))))
+        self._start("writing", lambda chain: chain.force(said, end=bool(value.get("end", True))))
 
     def _do_observe(self, value: Any) -> None:
-        self._start("answering", lambda chain: _now(lambda: chain.observe(str(value))))
+        self._start("answering", lambda chain: chain.observe(str(value)))
 
     def _do_edit(self, value: Any) -> None:
         """Replace the results of the last action's tool calls."""
@@ -338,7 +339,7 @@ class ChainStepper(Opener):
             chain.rewind(len(chain.turns) - 2)
             chain.observe(str(value))
 
-        self._start("editing", lambda chain: _now(lambda: edit(chain)))
+        self._start("editing", edit)
 
     def _do_rewind(self, value: Any) -> None:
         """Rewind to the turn with index `value`, or by one turn if it is None. For a scored chain, undo the scoring."""
@@ -357,7 +358,7 @@ class ChainStepper(Opener):
                 raise ValueError("there is nothing to undo")
             chain.rewind(last - 1 if value is None else int(value))
 
-        self._start("going back", lambda chain: _now(lambda: back(chain)))
+        self._start("going back", back)
 
     def _do_fork(self, _: Any) -> None:
         async def fork(chain: Any) -> None:
@@ -411,7 +412,7 @@ class ChainStepper(Opener):
         if self._code_open:
             self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code())}
 
-    def _start(self, what: str, call: Callable[[Any], Awaitable[Any]]) -> None:
+    def _start(self, what: str, call: Callable[[Any], Any]) -> None:
         """Start an operation as a background task. Only one operation runs at a time."""
         if self._doing:
             raise RuntimeError(f"the stepper is busy ({self._doing}); wait or cancel")
@@ -419,9 +420,9 @@ class ChainStepper(Opener):
         self._task = self._job(self._run(what, call, self.chain))
         self.refresh()
 
-    async def _run(self, what: str, call: Callable[[Any], Awaitable[Any]], chain: Any) -> None:
+    async def _run(self, what: str, call: Callable[[Any], Any], chain: Any) -> None:
         try:
-            await call(chain)
+            await maybe_await(call(chain))
         except asyncio.CancelledError:
             self._notice = f"{what} was cancelled"
         except Exception as error:
@@ -454,7 +455,3 @@ class ChainStepper(Opener):
 def _both(first: Callable[[], Any], second: Callable[[], Any]) -> None:
     first()
     second()
-
-
-async def _now(call: Callable[[], Any]) -> Any:
-    return call()

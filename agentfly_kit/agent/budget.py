@@ -138,8 +138,7 @@ def refuse_calls(
 ) -> tuple[dict[int, ToolResult], str | None]:
     """Return failed results for the calls that exceed a limit, keyed by index, and the stop reason or None."""
     valid = [i for i, call in enumerate(calls) if _reaches_tool(agent, call)]
-    granted, stop = len(valid), None
-    limits: list[tuple[int, str]] = []
+    limits: list[tuple[int, str | None]] = [(len(valid), None)]
     if agent.max_tool_calls is not None:
         made = sum(_reaches_tool(agent, c) for t in action.path if t.author == "tool" for c in t.tool_calls)
         limits.append((agent.max_tool_calls - made, "chain_tool_calls"))
@@ -148,9 +147,8 @@ def refuse_calls(
         for usage in usages
         if usage.budget.tool_calls is not None
     ]
-    for left, reason in limits:
-        if left < granted:
-            granted, stop = max(0, left), reason
+    left, stop = min(limits, key=lambda limit: limit[0])
+    granted = max(0, left)
     for usage in usages:
         usage.tool_calls += granted
     return {

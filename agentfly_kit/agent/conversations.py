@@ -187,16 +187,10 @@ def find_match(
     """
     keys = [message_key(message) for message in messages]
     schemas = tools_key(tools)
-    best: Match | None = None
-    for row in rows:
-        if row.tools != schemas or not (segments := row.matched(keys)):
-            continue
-        found = Match(row, segments, row.length(segments))
-        if any(message["role"] == "assistant" for message in messages[found.messages :]):
-            continue
-        if best is None or (found.messages, found.at_leaf) > (best.messages, best.at_leaf):
-            best = found
-    return best
+    known = [(row, row.matched(keys)) for row in rows if row.tools == schemas]
+    found = [Match(row, segments, row.length(segments)) for row, segments in known if segments]
+    usable = [match for match in found if not any(m["role"] == "assistant" for m in messages[match.messages :])]
+    return max(usable, key=lambda match: (match.messages, match.at_leaf), default=None)
 
 
 def tools_key(tools: Sequence[dict[str, Any]]) -> str:

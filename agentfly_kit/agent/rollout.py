@@ -17,12 +17,12 @@ from agentfly_kit._display import Displayable, shorten
 from agentfly_kit.agent import rollout_io
 from agentfly_kit.agent.turns import with_turn_rewards
 from agentfly_kit.batch.turn_data import executed_calls
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, check_choice
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.success import SuccessRule, check_success_rule, record_success, sign_flip_test
 from agentfly_kit.tools.context import Context
 from agentfly_kit.trajectories import UNSCORED_STOPS, Group, Trajectory
-from agentfly_kit.types import Task, images_of
+from agentfly_kit.types import Task, grouped, images_of
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -99,9 +99,7 @@ class Rollout(Displayable):
         forks_refused: int = 0,
     ) -> Rollout:
         """Create a rollout by grouping trajectories by `Trajectory.group`, in order of first appearance."""
-        by: dict[str, list[Trajectory]] = {}
-        for t in trajectories:
-            by.setdefault(t.group, []).append(t)
+        by = grouped(trajectories, lambda t: t.group)
         return cls(
             tuple(Group(name, tuple(ts)) for name, ts in by.items()), seconds, dict(not_run or {}), forks_refused
         )
@@ -186,9 +184,8 @@ class Rollout(Displayable):
         """
         import pandas as pd
 
-        records = {"trajectories": _trajectory_records, "turns": _turn_records, "tokens": _token_records}.get(kind)
-        if records is None:
-            raise SettingsError(f"kind must be 'trajectories', 'turns' or 'tokens', got {kind!r}")
+        check_choice("kind", kind, Literal["trajectories", "turns", "tokens"])
+        records = {"trajectories": _trajectory_records, "turns": _turn_records, "tokens": _token_records}[kind]
         return pd.DataFrame(
             [
                 {"trajectory": t.id, "task": t.task.id, "chain": t.chain} | record

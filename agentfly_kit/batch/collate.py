@@ -174,9 +174,7 @@ def collate(
     logprobs[~mask] = entropies[~mask] = np.nan
     kept_mass = np.where(mask, np.nan_to_num(kept_mass, nan=1.0), np.nan)
 
-    groups: dict[str, int] = {}
-    for t in given:
-        groups.setdefault(t.group, len(groups))
+    groups = {group: i for i, group in enumerate(dict.fromkeys(t.group for t in given))}
     batch = Batch(
         trajectories=tuple(r.trajectory for r in rows),
         ids=torch.from_numpy(ids),

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from agentfly_kit.errors import SettingsError
 from agentfly_kit.trajectories import Group, Trajectory
+from agentfly_kit.types import grouped
 
 Filter = Callable[..., str | None]
 
@@ -67,9 +68,7 @@ def _name(filter: Filter) -> str:
 def drop_reasons(trajectories: Iterable[Trajectory], filters: Sequence[Filter]) -> dict[str, str]:
     """Apply all filters to the scored trajectories. Return the first reason for each excluded trajectory, by id."""
     scored = [t for t in trajectories if t.reward is not None]
-    groups: dict[str, list[Trajectory]] = {}
-    for t in scored:
-        groups.setdefault(t.group, []).append(t)
+    groups = grouped(scored, lambda t: t.group)
     out: dict[str, str] = {}
     for filter, is_for_groups in [(filter, is_group_filter(filter)) for filter in filters]:
         for members in groups.values() if is_for_groups else [[t] for t in scored]:

@@ -6,6 +6,7 @@ template.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import itertools
@@ -56,12 +57,10 @@ class Template:
         self.calls: dict[str, Any] | None = None
         self.calls = next(filter(self._takes_calls, _CALL_SHAPES), None)
         # Role with which tool results are rendered; "user" if the template has no role for them.
-        self.tool_role: Literal["tool", "user"] = "tool"
-        try:
-            if "qztoolzq" not in self.text_after_action([_tool_result("qztoolzq")]):
-                self.tool_role = "user"
-        except ChatTemplateError:
-            self.tool_role = "user"
+        self.tool_role: Literal["tool", "user"] = "user"
+        with contextlib.suppress(ChatTemplateError):
+            if "qztoolzq" in self.text_after_action([_tool_result("qztoolzq")]):
+                self.tool_role = "tool"
         # Message key in which the template expects thinking, or "tags" if it expects tags in the content or does not
         # render thinking.
         self.thinking: str = next(filter(self._takes_thinking, _THINKING), "tags")

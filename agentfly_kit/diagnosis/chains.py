@@ -24,7 +24,7 @@ from agentfly_kit.diagnosis.evidence import (
     unrelated,
 )
 from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
-from agentfly_kit.types import text_of
+from agentfly_kit.types import grouped, text_of
 
 # Beginnings of tool calls in common formats. A text that contains one of them is unlikely to be an answer.
 _CALL = re.compile(r'(?m)<tool_call|<function|<\|tool|<\|python_tag|\[TOOL_CALLS\]|"arguments"\s*:|^Action:')
@@ -97,10 +97,8 @@ def different_starts(e: Evidence) -> Result:
 
 
 def same_start(e: Evidence) -> Result:
-    results: dict[Any, list[set[str]]] = {}
-    for (_, calls), seen in e.first_results.items():
-        results.setdefault(calls, []).append(seen)
-    shared = {calls: seen for calls, seen in results.items() if len(seen) > 1}
+    by_calls = grouped(e.first_results, lambda key: key[1])
+    shared = {calls: [e.first_results[key] for key in keys] for calls, keys in by_calls.items() if len(keys) > 1}
     texts = set[tuple[str, ...]]().union(*e.starts.values())
     if len(e.starts) < 2 or len(texts) > 1 or any(len(set.union(*seen)) > 1 for seen in shared.values()):
         return None
@@ -282,11 +280,8 @@ def dropped(e: Evidence) -> Result:
 
 
 def duplicate_component(e: Evidence) -> Result:
-    by: dict[tuple[float, ...], list[str]] = {}
-    for name, values in e.components.items():
-        if len(set(values)) > 1:
-            by.setdefault(values, []).append(name)
-    same = max(by.values(), key=len, default=[])
+    varied = [name for name, values in e.components.items() if len(set(values)) > 1]
+    same = max(grouped(varied, e.components.__getitem__).values(), key=len, default=[])
     text = f"{' and '.join(same)} were equal in all {len(e.scored)} chains."
     return (text, len(same), 0.3) if len(same) > 1 else None
 

@@ -10,7 +10,7 @@ from agentfly_kit.batch.batch import Batch
 from agentfly_kit.diagnosis import chains, updates
 from agentfly_kit.diagnosis.evidence import Evidence, Result
 from agentfly_kit.diagnosis.findings import Finding, Findings
-from agentfly_kit.errors import SettingsError
+from agentfly_kit.errors import SettingsError, check_instance
 from agentfly_kit.ppo.stats import Stats
 
 # Findings that are symptoms if an update was too large or the prompts contain unknown words, because texts are then
@@ -44,8 +44,7 @@ def diagnose(
     if (batch, stats, records) == (None, None, ()) and hasattr(rollout, "diagnose"):
         return cast(Findings, rollout.diagnose())
     for name, value, of in (("rollout", rollout, Rollout), ("batch", batch, Batch), ("stats", stats, Stats)):
-        if value is not None and not isinstance(value, of):
-            raise SettingsError(f"{name} must be a {of.__name__} or None, got {type(value).__name__}")
+        check_instance(name, value, of | None, f"a {of.__name__} or None")
     if not rollout and batch is None and stats is None and not records:
         raise SettingsError("diagnose needs a rollout with at least one chain, a batch, stats or records, got none")
     rollout = rollout or Rollout(())

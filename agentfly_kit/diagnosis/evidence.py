@@ -19,7 +19,7 @@ from agentfly_kit.agent.rollout import Rollout
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Task, ToolResult, Turn, images_of, text_of
+from agentfly_kit.types import Task, ToolResult, Turn, grouped, images_of, text_of
 
 # Result of a check: sentence, number and effect of the finding, or None if there is nothing to report.
 Result: TypeAlias = tuple[str, float, float] | None
@@ -69,11 +69,8 @@ class Evidence:
 
         Chains whose tokens are known and not sampled, such as those of a scripted player, are left out, too.
         """
-        by: dict[str, list[Trajectory]] = {}
-        for t in self.scored:
-            if not t.exact or any(turn.sampled for turn in t.turns):
-                by.setdefault(t.group, []).append(t)
-        return tuple(tuple(group) for group in by.values() if len(group) > 1)
+        kept = [t for t in self.scored if not t.exact or any(turn.sampled for turn in t.turns)]
+        return tuple(tuple(group) for group in grouped(kept, lambda t: t.group).values() if len(group) > 1)
 
     @cached_property
     def flat_groups(self) -> tuple[tuple[Trajectory, ...], ...]:
@@ -234,11 +231,8 @@ def unrelated(final: str, answer: str) -> bool:
 
 def centered(values: Sequence[Any] | npt.NDArray[Any], keys: Sequence[Any]) -> npt.NDArray[np.float64]:
     """Subtract the mean of the values with the same key from each value."""
-    members: dict[Any, list[int]] = {}
-    for i, key in enumerate(keys):
-        members.setdefault(key, []).append(i)
     out = np.array(values, dtype=float)
-    for indices in members.values():
+    for indices in grouped(range(len(keys)), keys.__getitem__).values():
         out[indices] -= out[indices].mean()
     return out
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 from agentfly_kit._display import Displayable
 from agentfly_kit.chat.chat import Chat
-from agentfly_kit.errors import EngineError, SettingsError
+from agentfly_kit.errors import EngineError, SettingsError, check_instance
 from agentfly_kit.samples import Constraint, Sample, Sampling, TurnRequest
 from agentfly_kit.types import ImageSpan, Task, images_in
 
@@ -115,8 +115,7 @@ class Engine(Displayable, ABC):
 
 def chat_for(engine: Engine, chat: Chat | None, caller: str) -> Chat | None:
     """Return `chat` or, by default, that of the engine's policy. Raise SettingsError if a required chat is missing."""
-    if not isinstance(engine, Engine):
-        raise SettingsError(f"engine must be an engine, such as af.OpenAIEngine(base_url, model), got {engine!r}")
+    check_instance("engine", engine, Engine, "an engine, such as af.OpenAIEngine(base_url, model)")
     chat = getattr(getattr(engine, "policy", None), "chat", None) if chat is None else chat
     if chat is None and engine.tokens == "exact" and engine.author == "policy":
         raise SettingsError(f"{engine!r} requires token ids: pass {caller}(..., chat=af.Chat(tokenizer))")

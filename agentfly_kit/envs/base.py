@@ -46,10 +46,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from agentfly_kit._async import threads
 from agentfly_kit.agent.agent import Agent
+from agentfly_kit.agent.chain_editing import Chain
 from agentfly_kit.errors import SandboxError, SettingsError, TaskError, is_host_failure
 from agentfly_kit.pool import environment as environments
 from agentfly_kit.pool.pool import Pool
@@ -60,9 +61,6 @@ from agentfly_kit.tools.injection import FromPool, injection
 from agentfly_kit.tools.inspection import type_hints
 from agentfly_kit.tools.tool import Tool, ToolSet
 from agentfly_kit.types import Task, ToolResult
-
-if TYPE_CHECKING:
-    from agentfly_kit.agent.chain_editing import Chain
 
 OVER = "The episode is over."
 # Size of the pools that `agent` creates for sandboxes requested by tools and rewards, whose leases are short.

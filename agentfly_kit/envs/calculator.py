@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentfly_kit.envs import exact
-from agentfly_kit.envs.family import Family, Move, shipped_rows, tool_outputs
-from agentfly_kit.errors import TaskError, ToolError
+from agentfly_kit.envs.family import Family, Move, check_answer, shipped_rows, tool_outputs
+from agentfly_kit.errors import ToolError
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, text_of
 
@@ -18,9 +18,7 @@ class Calculator:
 
     def check_task(self, task: Task) -> None:
         """Raise TaskError if the answer is neither a string nor a number."""
-        answer = task.fields.get("answer", "")
-        if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-            raise TaskError(f"answer must be a string or a number, got {answer!r} ({type(answer).__name__})")
+        check_answer(task.fields.get("answer", ""), str | int | float, "a string or a number")
 
     async def reset(self, task: Task, seed: int) -> None: ...
 

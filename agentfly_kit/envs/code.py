@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeGuard
 from agentfly_kit import task_files
 from agentfly_kit import tasks as task_sets
 from agentfly_kit.envs.family import Family, Move, existing_file, hash_split, row_id, shipped_rows
-from agentfly_kit.errors import SettingsError, TaskError, check_count, check_value
+from agentfly_kit.errors import TaskError, check_choice, check_count, check_value
 from agentfly_kit.sandboxes.grader import Grader
 from agentfly_kit.sandboxes.python import PythonSandbox
 from agentfly_kit.sandboxes.result import SandboxResult
@@ -224,10 +224,9 @@ def rows(n: int, split: str, seed: int = 0, kind: Literal["steps", "problems"] =
 
     Tasks of kind "steps" are generated. Tasks of kind "problems" are hand-written and included in the package.
     """
+    check_choice("kind", kind, Literal["steps", "problems"])
     if kind == "problems":
         return shipped_rows("code_problems", n, split, seed)
-    if kind != "steps":
-        raise SettingsError(f"kind must be 'steps' or 'problems', got {kind!r}")
     rng = random.Random(f"code steps {split} {seed}")
     found: dict[str, dict[str, Any]] = {}
     while len(found) < n:

@@ -23,7 +23,7 @@ from agentfly_kit.agent.agent import Agent
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.envs import base
-from agentfly_kit.errors import SettingsError, TaskError, check_count
+from agentfly_kit.errors import SettingsError, TaskError, check_count, check_instance
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.types import Message, Task, ToolCall, text_of
@@ -175,8 +175,7 @@ class Family(Displayable):
             from agentfly_kit.engines.local.engine import LocalEngine
             from agentfly_kit.policy.policy import Policy
 
-            if not isinstance(engine, Policy):
-                raise SettingsError(f"engine must be an engine or a policy such as af.tiny.policy(), got {engine!r}")
+            check_instance("engine", engine, Policy, "an engine or a policy such as af.tiny.policy()")
             chat = engine.chat if chat is None else chat
             engine = LocalEngine(engine)
         settings.setdefault("max_turns", self.max_turns)
@@ -269,6 +268,21 @@ def int_field(task: Task, name: str, minimum: int = 0) -> int:
         has = f"is {given!r}" if name in task.fields else "is missing"
         raise TaskError(f"field {name!r} {has}; it must be an integer of at least {minimum}")
     return given
+
+
+def check_answer(answer: object, types: Any, expected: str) -> None:
+    """Raise TaskError if the answer of a task is not an instance of `types`, which the message calls `expected`."""
+    if not isinstance(answer, types) or isinstance(answer, bool):
+        raise TaskError(f"answer must be {expected}, got {answer!r} ({type(answer).__name__})")
+
+
+def follow(start: str, keys: Sequence[str], facts: Mapping[str, Mapping[str, str]]) -> list[tuple[str, str, str]]:
+    """Follow keys from one entry to the next. Return (entry, key, value) for each step."""
+    steps = []
+    for key in keys:
+        steps.append((start, key, facts[start][key]))
+        start = facts[start][key]
+    return steps
 
 
 def tool_outputs(messages: Sequence[Message]) -> list[str]:

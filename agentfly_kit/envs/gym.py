@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from agentfly_kit.errors import SandboxError, SettingsError
+from agentfly_kit.errors import SandboxError, SettingsError, check_instance
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Task, ToolResult
 
@@ -45,8 +45,7 @@ def from_env(
         function, the environment that it returns is checked when it is created. If a step returns anything else, such
         as the rewards of several environments or agents, the chain ends with a SandboxError and is not scored.
     """
-    if not callable(make):
-        raise SettingsError(f"make must be a class or a function that returns an environment, got {make!r}")
+    check_instance("make", make, Callable, "a class or a function that returns an environment")
     if isinstance(make, type):
         _require_methods(make, make.__name__)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from agentfly_kit import task_files
-from agentfly_kit.envs.family import Family, Move, first_world, int_field, row_id, tool_outputs
-from agentfly_kit.errors import TaskError, ToolError
+from agentfly_kit.envs.family import Family, Move, check_answer, first_world, follow, int_field, row_id, tool_outputs
+from agentfly_kit.errors import ToolError
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, text_of
 
@@ -51,11 +51,7 @@ class Question:
 
     def steps(self, facts: Store) -> list[tuple[str, str, str]]:
         """Return (person, key, value) for each look-up."""
-        steps, name = [], self.name
-        for key in self.keys:
-            steps.append((name, key, facts[name][key]))
-            name = facts[name][key]
-        return steps
+        return follow(self.name, self.keys, facts)
 
 
 def read(text: str) -> Question:
@@ -90,9 +86,7 @@ class Lookup:
     def check_task(self, task: Task) -> None:
         """Raise TaskError if the field `world` is not an integer or the answer is not a string."""
         int_field(task, "world")
-        answer = task.fields.get("answer", "")
-        if not isinstance(answer, str):
-            raise TaskError(f"answer must be a string, got {answer!r} ({type(answer).__name__})")
+        check_answer(task.fields.get("answer", ""), str, "a string")
 
     async def reset(self, task: Task, seed: int) -> None:
         self.facts = store(int_field(task, "world"))

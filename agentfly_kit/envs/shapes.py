@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentfly_kit.envs.family import Family, Move, check_kinds, first_world, row_id
+from agentfly_kit.envs.family import Family, Move, check_answer, check_kinds, first_world, row_id
 from agentfly_kit.errors import TaskError, ToolError
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.types import Message, Task, images_of
@@ -111,9 +111,7 @@ class Shapes:
 
     def check_task(self, task: Task) -> None:
         """Raise TaskError if the answer is not a string, or if the task does not have exactly one image."""
-        answer = task.fields.get("answer")
-        if not isinstance(answer, str):
-            raise TaskError(f"answer must be a string, got {answer!r} ({type(answer).__name__})")
+        check_answer(task.fields.get("answer"), str, "a string")
         if (count := len(images_of(task.messages))) != 1:
             raise TaskError(f"the messages of the task must have one image, got {count}")
 

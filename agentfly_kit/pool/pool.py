@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar, cast
 from .._async.gc_pause import collect
 from .._async.interrupts import keep_interruptible
 from .._display import Displayable
-from ..errors import PoolTimeout, SettingsError, check_count, check_value, suggest_keyword
+from ..errors import PoolTimeout, SettingsError, check_count, check_instance, check_value, suggest_keyword
 from .calls import is_alive
 from .core import PoolCore
 from .lease import Lease
@@ -80,8 +80,7 @@ class Pool(Displayable, PoolCore[S]):
         start_timeout: float = 60.0,
         **options: Any,
     ) -> None:
-        if not isinstance(sandbox_type, type):
-            raise SettingsError(f"sandbox_type must be a class such as PythonSandbox, got {sandbox_type!r}")
+        check_instance("sandbox_type", sandbox_type, type, "a class such as PythonSandbox")
         check_count("size", size)
         check_value("min_idle", min_idle, "int", f"of at least 0 and at most {size}")
         check_count("max_uses", max_uses, optional=True)

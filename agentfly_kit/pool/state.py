@@ -9,14 +9,15 @@ state can be followed by `closing -> removed`. Slots that are closing count towa
 
 from __future__ import annotations
 
+import itertools
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, get_args
 
 from .._async.threads import Worker
 from ..errors import PoolTimeout
+from ..types import grouped
 from .records import Change, PoolEvent, SlotState
 
 # Maximum number of sandboxes that start concurrently.
@@ -114,15 +115,11 @@ class PoolState:
 
     def order(self) -> Iterator[Any]:
         """Yield the tickets (ids) of waiting requests in the order in which they will be served."""
-        queues: dict[str, deque[Any]] = {}  # runs, ordered by their first waiting request
-        for ticket, waiter in self.waiters.items():
-            queues.setdefault(waiter.run, deque()).append(ticket)
-        runs = deque(sorted(queues, key=lambda run: self._served.get(run, 0)))
-        while runs:
-            run = runs.popleft()
-            yield queues[run].popleft()
-            if queues[run]:
-                runs.append(run)
+        # Requests by run, ordered by the first waiting request.
+        queues = grouped(self.waiters, lambda ticket: self.waiters[ticket].run)
+        runs = sorted(queues, key=lambda run: self._served.get(run, 0))
+        for round in itertools.zip_longest(*(queues[run] for run in runs)):
+            yield from (ticket for ticket in round if ticket is not None)
 
     def apply(self, event: Callable[..., None], *args: Any, now: float, may_start: bool = True) -> Effects:
         """Apply one event, lease idle sandboxes to waiting requests, start new sandboxes, and return the effects.

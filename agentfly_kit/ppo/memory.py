@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import PolicyError, SettingsError, check_value
+from agentfly_kit.errors import PolicyError, check_choice, check_value
 from agentfly_kit.policy.adapter import with_lora
 from agentfly_kit.policy.attention import use_soft_caps
 from agentfly_kit.policy.forward import LanguageModel
@@ -109,8 +109,7 @@ def estimate_memory(
     check_value("lora", lora, "int | None", "of at least 1")
     check_value("processes", processes, "int", "of at least 1")
     PPOConfig(autocast=autocast, checkpointing=checkpointing)  # checks the values
-    if dtype not in ("float32", "bfloat16"):
-        raise SettingsError(f"dtype must be 'float32' or 'bfloat16', got {dtype!r}")
+    check_choice("dtype", dtype, Literal["float32", "bfloat16"])
     if dtype != "float32" and processes > 1:
         raise SettingsError(f"dtype must be 'float32' for several processes, got {dtype!r}; use autocast='bfloat16'")
     config = _config(model)

@@ -16,7 +16,7 @@ from typing import Any
 
 from agentfly_kit._display import Displayable
 
-from ..errors import SandboxError, SettingsError, ToolError, check_value
+from ..errors import SandboxError, SettingsError, ToolError, check_instance, check_value
 from .host.limits import Limits
 from .hosted import Files, HostedSandbox
 from .result import Limit, SandboxResult
@@ -259,8 +259,7 @@ class Grader(Startable):
 
 
 def _check(source: str, cases: Sequence[object], timeout: float, total: float) -> None:
-    if not isinstance(source, str):
-        raise SettingsError(f"source must be the text of a program, got {type(source).__name__}")
+    check_instance("source", source, str, "the text of a program")
     if not cases:
         raise SettingsError("tests must contain at least one test, got none")
     for number, case in enumerate(cases, 1):
@@ -470,7 +469,4 @@ def _failure_message(result: SandboxResult) -> str:
 
 
 def _lines(text: str) -> list[str]:
-    lines = [line.rstrip() for line in text.replace("\r\n", "\n").split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    return lines
+    return [line.rstrip() for line in text.rstrip().replace("\r\n", "\n").split("\n")]

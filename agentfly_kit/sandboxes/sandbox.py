@@ -27,6 +27,7 @@ from .host import container, process
 from .host import isolation as levels
 from .host.container import Container
 from .host.limits import LimitHits, Limits
+from .inside.frames import ERR, OUT
 from .result import SandboxResult
 from .settings import forward_signature
 
@@ -408,7 +409,7 @@ class Sandbox(Startable):
         handle.data.setblocking(False)
         out, out_inside = os.pipe()
         err, err_inside = os.pipe()
-        handle.pipes = (out, err)
+        handle.pipes = {out: OUT, err: ERR}
         for pipe in handle.pipes:
             os.set_blocking(pipe, False)
         with data:

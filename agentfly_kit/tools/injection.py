@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import typing
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Generic, ParamSpec, Self, TypeAlias, TypeVar, overload
@@ -325,9 +325,6 @@ class FunctionSet(Sequence[F]):
 
     def __contains__(self, item: object) -> bool:
         return item in (self._by_name if isinstance(item, str) else self._functions)
-
-    def __iter__(self) -> Iterator[F]:
-        return iter(self._functions)
 
     def __len__(self) -> int:
         return len(self._functions)

@@ -125,7 +125,7 @@ def test_the_default_of_micro_tokens_fits_the_memory_of_a_gpu(
         ({"micro_tokens": 0}, "micro_tokens must be an integer of at least 1"),
         ({"lora": 0}, "lora must be an integer of at least 1 or None, got 0"),
         ({"processes": 2, "dtype": "bfloat16"}, "dtype must be 'float32' for several processes, got 'bfloat16'"),
-        ({"dtype": "float16"}, "dtype must be 'float32' or 'bfloat16', got 'float16'"),
+        ({"dtype": "float16"}, "dtype must be one of 'float32', 'bfloat16', got 'float16'"),
     ],
 )
 def test_errors(options: dict[str, Any], text: str) -> None:

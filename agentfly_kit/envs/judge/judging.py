@@ -10,6 +10,7 @@ Source:  Zheng et al., "Judging LLM-as-a-judge", arXiv 2306.05685 (rubric scorin
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import math
 import re
@@ -357,8 +358,7 @@ class Judge(Displayable):
             f"{self._criteria_section(task)}Which answer is better? Their order has no meaning. Think briefly, then "
             "end with <better>1</better>, <better>2</better> or <better>tie</better>"
         )
-        value, why, _ = await self._compare(task, [first, second], instruction, read_choice)
-        return value, why
+        return (await self._compare(task, [first, second], instruction, read_choice))[:2]
 
     async def _lists(self, task: Task, texts: Sequence[str]) -> Ranking:
         n = len(texts)
@@ -384,8 +384,7 @@ class Judge(Displayable):
             f"{self._criteria_section(task)}Rank the answers, the best first. Their order above has no meaning. Think "
             f"briefly, then end with the numbers of all answers, such as <order>{numbers}</order>"
         )
-        order, why, _ = await self._compare(task, texts, instruction, lambda text: read_order(text, len(texts)))
-        return order, why
+        return (await self._compare(task, texts, instruction, lambda text: read_order(text, len(texts))))[:2]
 
     async def _compare(self, task: Task, texts: Sequence[str], instruction: str, read: _Reader) -> _Verdict:
         titled = {f"Answer {i}": text for i, text in enumerate(texts, 1)}
@@ -425,12 +424,8 @@ class Judge(Displayable):
     def _mark(self, *parts: Any) -> str:
         """Return a delimiter that occurs in none of the `parts`, derived from the judge's seed and the parts."""
         texts = [part if isinstance(part, str) else repr(part.messages) for part in parts]
-        number = 0
-        while True:
-            mark = f"{seeds.derive(self.seed, 'mark', number, *texts):016x}"
-            if not any(mark in text for text in texts):
-                return mark
-            number += 1
+        marks = (f"{seeds.derive(self.seed, 'mark', number, *texts):016x}" for number in itertools.count())
+        return next(mark for mark in marks if not any(mark in text for text in texts))
 
     def _quoted(self, text: str, mark: str) -> str:
         if len(text) > self.max_chars:

@@ -37,7 +37,7 @@ from agentfly_kit.sandboxes.settings import forward_signature
 from agentfly_kit.sandboxes.shell import ShellResult
 from agentfly_kit.tools import builtin
 from agentfly_kit.tools.tool import Tool, tool
-from agentfly_kit.types import Message, Task
+from agentfly_kit.types import Message, Task, grouped
 
 # --- the environment -----------------------------------------------------------------------------
 
@@ -312,9 +312,7 @@ async def bugs(
 
 
 def _sample_changes(changes: Sequence[mutation.Mutation], most: int, seed: str) -> list[mutation.Mutation]:
-    by_line: dict[int, list[mutation.Mutation]] = {}
-    for change in changes:
-        by_line.setdefault(change.line, []).append(change)
+    by_line = grouped(changes, lambda change: change.line)
     rng = random.Random(f"repo mutations {seed}")
     return [
         change

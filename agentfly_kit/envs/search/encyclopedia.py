@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from agentfly_kit import task_files
+from agentfly_kit.envs.family import follow
 
 _WORDS: dict[str, str] = task_files.bundled_json("vocabularies", "encyclopedia.json")
 FIRST, LAST, TOWNS, COUNTRIES, RIVERS, COINS, TRADES, QUALITIES, THINGS = (
@@ -93,12 +94,8 @@ def _pairs(first: tuple[str, ...], second: tuple[str, ...], n: int, rng: random.
 
 def path(question: Question, world: int = 0) -> list[tuple[str, str, str]]:
     """Follow a question's relations. Return (title, relation, value) for each hop; the last value is the answer."""
-    steps, title = [], question.start
-    for relation in question.relations:
-        value = dict(entries(world)[title].facts)[relation]
-        steps.append((title, relation, value))
-        title = value
-    return steps
+    facts = {title: dict(entry.facts) for title, entry in entries(world).items()}
+    return follow(question.start, question.relations, facts)
 
 
 @lru_cache(32)

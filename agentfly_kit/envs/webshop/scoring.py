@@ -10,12 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 from agentfly_kit import task_files
-
-if TYPE_CHECKING:
-    from agentfly_kit.envs.webshop.catalogue import Product
+from agentfly_kit.envs.webshop.catalogue import Product
 
 # Function from a title to its nouns in lower case, with repetitions.
 Nouns: TypeAlias = Callable[[str], Sequence[str]]

@@ -10,17 +10,17 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import init_process_group
 
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
-from agentfly_kit._display import Displayable
 from agentfly_kit.batch.batch import Batch
 from agentfly_kit.errors import AgentFlyError, SettingsError, TrainingError, check_count, check_instance
-from agentfly_kit.integrations.ray.cluster import check_versions, connected, describe_node, not_started
+from agentfly_kit.integrations.ray.cluster import Processes, connected, describe_node
+from agentfly_kit.policy.forward import ScoreName
 from agentfly_kit.policy.policy import Policy
 from agentfly_kit.policy.sharding import gather, scatter
 from agentfly_kit.ppo.config import PPOConfig
@@ -29,9 +29,6 @@ from agentfly_kit.ppo.imitation import imitation_step
 from agentfly_kit.ppo.optimizer import adamw
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.ppo.step import ppo_step
-
-if TYPE_CHECKING:
-    from agentfly_kit.policy.forward import ScoreName
 
 _TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
 _DEFAULTS = PPOConfig()
@@ -61,7 +58,7 @@ def learner(policy: Policy, n: int, *, lr: float = 3e-4, timeout: float = 600.0,
     return Learner(policy, n, lr, timeout, options)
 
 
-class Learner(Displayable):
+class Learner(Processes):
     """Processes that update a policy, created by `af.ray.learner`.
 
     Pass the object as `af.train(learner=)`, or call `step` instead of `ppo_step`. If a process or its node dies, the
@@ -73,16 +70,14 @@ class Learner(Displayable):
         nodes: Host name and process id of each process.
     """
 
-    nodes: tuple[str, ...] = ()
-
     def __init__(self, policy: Policy, n: int, lr: float, timeout: float, options: dict[str, Any]) -> None:
+        super().__init__()
         check_instance("policy", policy, Policy, "an af.Policy")
         check_count("n", n)
         connected()
         self.policy, self._lr, self._timeout = policy, lr, timeout
         self._size, self._options = n, {"num_cpus": 1} | options
         self.optimizer = _RemoteOptimizer(self)
-        self._actors: list[Any] = []
         self._steps = 0
         # The reference policy sent last, how often its weights were changed, and its handle in Ray's object store.
         self._reference: tuple[Policy, list[int], Any] | None = None
@@ -95,7 +90,8 @@ class Learner(Displayable):
         # A second thread of a process receives cancellations.
         actor = ray.remote(max_concurrency=2, **self._options)(_Process)
         self._actors = [actor.remote() for _ in range(self._size)]
-        try:
+        what, failed = f"{self._size} processes", "a process of the learner did not start"
+        with self._starting(what, self._timeout, self._options, failed):
             address = ray.get(self._actors[0].listen.remote(), timeout=self._timeout)
             sent = ray.put(self.policy)
             joined = [
@@ -103,34 +99,9 @@ class Learner(Displayable):
                 for rank, actor in enumerate(self._actors)
             ]
             found = ray.get(joined, timeout=self._timeout)
-            check_versions(found)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, ray.exceptions.GetTimeoutError):
-                raise not_started(f"{self._size} processes", self._timeout, self._options) from None
-            if isinstance(error, ray.exceptions.RayTaskError) and isinstance(error.cause, AgentFlyError):
-                raise error.cause from None
-            if isinstance(error, ray.exceptions.RayError):
-                raise SettingsError(f"a process of the learner did not start: {error}") from error
-            raise
-        self.nodes = tuple(f"{each['node']}:{each['pid']}" for each in found)
+            self._set_nodes(found)
         self.optimizer.param_groups = found[0]["groups"]
         self._seen = _changes(self.policy)
-
-    def close(self) -> None:
-        """End the processes. Further calls have no effect."""
-        import ray
-
-        if ray.is_initialized():
-            for actor in self._actors:
-                ray.kill(actor)
-        self._actors = []
-
-    def __enter__(self) -> Learner:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def __repr__(self) -> str:
         state = f"{len(self._actors)} processes" if self._actors else "no process is running"

@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from agentfly_kit._async.pending_call import run_in_thread, wait_all, warn_or_log
-from agentfly_kit._display import Displayable
 from agentfly_kit.agent.agent import Agent
 from agentfly_kit.agent.progress import RolloutEvent
 from agentfly_kit.agent.request import Gate, GroupResult, GroupResults, RolloutRequest
@@ -19,7 +18,7 @@ from agentfly_kit.agent.runner import RolloutHandle
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.engines.local.engine import LocalEngine
 from agentfly_kit.errors import EngineError, SettingsError, check_count
-from agentfly_kit.integrations.ray.cluster import VERSION, check_versions, connected, describe_node, not_started
+from agentfly_kit.integrations.ray.cluster import VERSION, Processes, connected, describe_node
 from agentfly_kit.trajectories import Trajectory
 from agentfly_kit.types import Failure
 
@@ -137,7 +136,7 @@ class _Description:
     version: int
 
 
-class Workers(Displayable):
+class Workers(Processes):
     """Processes on a Ray cluster that run the groups of rollouts, created by `af.ray.workers`.
 
     Pass the object as `agent.rollout(workers=)`, `af.evaluate(workers=)` or `af.train(workers=)`. A group runs in one
@@ -151,38 +150,25 @@ class Workers(Displayable):
     def __init__(self, agent: Agent, sent: Any, n: int, timeout: float, options: dict[str, Any]) -> None:
         import ray
 
+        super().__init__()
         self._agent, self._sent = agent, sent
         self._rollouts = itertools.count()
         self._locks: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = weakref.WeakKeyDictionary()
         given = {"num_cpus": 1, "scheduling_strategy": "SPREAD", "max_restarts": -1} | options
         runner = ray.remote(**given)(_GroupRunner)
-        self._actors: list[Any] = [runner.remote() for _ in range(n)]
-        try:
-            found = ray.get([actor.describe.remote([sent]) for actor in self._actors], timeout=timeout)
-            check_versions(found)
-        except BaseException as error:
-            self.close()
-            if isinstance(error, ray.exceptions.GetTimeoutError):
-                raise not_started(f"{n} workers", timeout, given) from None
-            if isinstance(error, ray.exceptions.RayError):
-                raise SettingsError(
-                    f"a worker did not start; every node needs agentfly_kit {VERSION} and the modules of "
-                    f"the agent's tools and rewards: {error}"
-                ) from None
-            raise
-        self.nodes = tuple(f"{worker['node']}:{worker['pid']}" for worker in found)
+        self._actors = [runner.remote() for _ in range(n)]
+        failed = (
+            f"a worker did not start; every node needs agentfly_kit {VERSION} and the modules of the agent's tools and "
+            "rewards"
+        )
+        with self._starting(f"{n} workers", timeout, given, failed):
+            self._set_nodes(ray.get([actor.describe.remote([sent]) for actor in self._actors], timeout=timeout))
 
     def __len__(self) -> int:
         return len(self._actors)
 
     def __repr__(self) -> str:
         return f"Workers({len(self._actors)} Ray actors)" if self._actors else "Workers(closed)"
-
-    def __enter__(self) -> Workers:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the sandboxes of the workers and end their processes. Further calls have no effect."""
@@ -191,9 +177,7 @@ class Workers(Displayable):
         if self._actors and ray.is_initialized():
             closing = [actor.close.remote() for actor in self._actors]
             ray.wait(closing, num_returns=len(closing), timeout=10.0)
-            for actor in self._actors:
-                ray.kill(actor)
-        self._actors = []
+        super().close()
 
     # --- rollouts ---
 

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 
 from ...errors import SandboxError
 from ..inside import processes
+from ..inside.frames import Channels
 from . import commands, isolation, reaper, seccomp
 from .limits import Group, Limits, Usage
 
@@ -46,10 +47,11 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_make_executors)  # threads do not survive a fork
 
 
-class SandboxProcess:
+class SandboxProcess(Channels):
     """A started zygote and its resources: process, sockets, control group, scratch folder. `destroy` releases them."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.owner_pid = os.getpid()
         self.process: subprocess.Popen[bytes] | None = None
         self.control: socket.socket | None = None
@@ -57,9 +59,6 @@ class SandboxProcess:
         self.usage = Usage()
         self.scratch: str | None = None
         self.errors: BinaryIO | None = None
-        # `data` and `pipes` are the host's ends of the interpreter's channels.
-        self.data: socket.socket | None = None
-        self.pipes: tuple[int, ...] = ()
         self.dropped = False  # True if this host ended the sandbox deliberately
         self._lock = threading.Lock()
         self._destroyed = False
@@ -77,14 +76,6 @@ class SandboxProcess:
         if self.errors is not None:
             self.errors.close()
             self.errors = None
-
-    def close_channels(self) -> None:
-        pipes, self.pipes = self.pipes, ()
-        for pipe in pipes:
-            os.close(pipe)
-        if self.data is not None:
-            self.data.close()
-            self.data = None
 
     def last_error_line(self) -> str:
         """Return the last line that the process wrote to stderr, usually the reason why it failed to start."""
@@ -146,10 +137,8 @@ class SandboxProcess:
             process.wait()
 
 
-@functools.cache
-def _reap() -> None:
-    """Delete the scratch folders left behind by host processes that were killed. Only the first call has an effect."""
-    reaper.reap_folders()
+# Deletes the scratch folders left behind by host processes that were killed. Only the first call has an effect.
+_reap_once = functools.cache(reaper.reap_folders)
 
 
 def settings_line(limits: Limits, preload: Sequence[str], max_output: int, **more: Any) -> bytes:
@@ -174,7 +163,7 @@ def launch(
     level: str, limits: Limits, preload: Sequence[str], max_output: int, packages: bool, links: Mapping[str, str]
 ) -> SandboxProcess:
     """Start a zygote without waiting until it is ready. Takes 2 to 20 ms. Must be called on the thread of `spawner`."""
-    _reap()
+    _reap_once()
     handle = SandboxProcess()
     try:
         with contextlib.ExitStack() as opened:  # closes the files that only the new process needs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _socket
 import contextlib
 import json
 import os
@@ -13,7 +14,21 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ..inside.frames import CONTROL, DATA, MOST_TUNNELS, OUT, TUNNEL, USAGE, Tunnel, frame, frames
+from ..inside.frames import (
+    CONTROL,
+    DATA,
+    ERR,
+    MOST_TUNNELS,
+    OUT,
+    TUNNEL,
+    USAGE,
+    Channels,
+    Tunnel,
+    Tunnels,
+    frame,
+    frames,
+    received,
+)
 from .limits import LimitHits, Usage
 
 _CHUNK = 65536
@@ -43,21 +58,20 @@ class ContainerUsage(Usage):
         return (self.used if self.seconds is None else self.seconds, self.states) if is_new else None
 
 
-class Stream:
+class Stream(Channels):
     """A thread that tunnels a zygote's protocol through a connection to the container's standard input and output.
 
     As with a local zygote, the host sends commands and the channels of each new interpreter over the socket `control`.
     """
 
     def __init__(self, connection: socket.socket, control: socket.socket, usage: ContainerUsage) -> None:
+        super().__init__()
         self.connection, self.control, self.usage = connection, control, usage
         control.setblocking(False)
         self.thread = threading.Thread(target=self._serve, name="agentfly-stream", daemon=True)
         self.ended = False
         self.stderr_tail = bytearray()
         self._serial = 0
-        self._data: socket.socket | None = None
-        self._pipes: tuple[int, ...] = ()
         self._commands = b""
         self._received_fds: list[int] = []
         self._raw = bytearray()  # received bytes, with the container engine's headers
@@ -65,7 +79,7 @@ class Stream:
         self._outgoing: deque[tuple[int, bytes]] = deque()  # (channel, data still to be delivered), in order
         # Called on this thread with each connection to the port of an agent in the container.
         self.accept: Callable[[socket.socket], object] | None = None
-        self._tunnels: dict[int, Tunnel] = {}
+        self._tunnels = Tunnels(connection.sendall)
         self._known_tunnels: set[int] = set()
 
     def boot(self, files: Sequence[Path]) -> None:
@@ -81,7 +95,8 @@ class Stream:
             pass  # one of the two ends was closed
         finally:
             self.ended = True
-            self._drop_channels()
+            self._tunnels.close()
+            self.close_channels()
             for each in (self.connection, self.control):
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
@@ -94,8 +109,8 @@ class Stream:
             blocked = self._blocked()
             if blocked is None and not over:
                 events[self.connection.fileno()] = select.POLLIN
-            if self._data is not None and not over:
-                events[self._data.fileno()] = select.POLLIN
+            if self.data is not None and not over:
+                events[self.data.fileno()] = select.POLLIN
             if blocked is not None:
                 events[blocked] = events.get(blocked, 0) | select.POLLOUT
             for tunnel in () if over else self._tunnels.values():
@@ -109,11 +124,9 @@ class Stream:
                 return
             if ready.get(self.control.fileno(), 0) & ~select.POLLOUT and not self._command():
                 return
-            if self._data is not None and self._data.fileno() in ready and not over:
+            if self.data is not None and self.data.fileno() in ready and not over:
                 self._forward()
-            for number, tunnel in list(self._tunnels.items()):
-                if tunnel.socket.fileno() in ready:
-                    self._relay_tunnel(number, tunnel)
+            self._tunnels.relay(ready)
             if self.connection.fileno() in ready:
                 over = not self._receive()
             self._deliver()
@@ -131,34 +144,32 @@ class Stream:
         for line in lines:
             message = json.loads(line)
             if message["op"] == "fresh":
-                self._drop_channels()
+                self._tunnels.close()
+                self.close_channels()
                 given, self._received_fds = self._received_fds[:3], self._received_fds[3:]
-                self._data = socket.socket(fileno=given[0])
-                self._data.setblocking(False)
-                self._pipes = tuple(given[1:])
-                for pipe in self._pipes:
+                self.data = socket.socket(fileno=given[0])
+                self.data.setblocking(False)
+                self.pipes = {given[1]: OUT, given[2]: ERR}
+                for pipe in self.pipes:
                     os.set_blocking(pipe, False)
                 self._serial = message["serial"]
                 # Drop unread data of the previous interpreter; keep messages from the zygote.
                 self._outgoing = deque(each for each in self._outgoing if each[0] == CONTROL)
             elif message["op"] == "unlisten":
-                self._drop_tunnels()
+                self._tunnels.close()
             self.connection.sendall(frame(CONTROL, self._serial, line))
         return bool(data)
 
     def _forward(self) -> None:
-        assert self._data is not None
-        try:
-            data = self._data.recv(_CHUNK)
-        except BlockingIOError:
+        assert self.data is not None
+        data = received(self.data)
+        if data is None:
             return
-        except OSError:
-            data = b""
         if data:
             self.connection.sendall(frame(DATA, self._serial, data))
         else:
-            self._data.close()
-            self._data = None
+            self.data.close()
+            self.data = None
 
     # --- from the container
 
@@ -206,33 +217,15 @@ class Stream:
                 accept(other)
             except RuntimeError:  # the event loop is closed
                 other.close()
-        tunnel = self._tunnels.get(number)
-        if tunnel is not None and not tunnel.write(piece):
-            self._drop_tunnel(number)
+        if number in self._tunnels:
+            self._tunnels.write(number, piece)
 
-    def _relay_tunnel(self, number: int, tunnel: Tunnel) -> None:
-        usable = tunnel.flush()
-        data = tunnel.read() if usable else b""
-        if data:
-            self.connection.sendall(frame(TUNNEL, number, data))
-        elif data is not None:
-            self._drop_tunnel(number)
-
-    def _drop_tunnel(self, number: int) -> None:
-        self._tunnels.pop(number).socket.close()
-        self.connection.sendall(frame(TUNNEL, number, b""))
-
-    def _drop_tunnels(self) -> None:
-        for tunnel in self._tunnels.values():
-            tunnel.socket.close()
-        self._tunnels.clear()
-
-    def _target(self, channel: int) -> int | socket.socket | None:
+    def _target(self, channel: int) -> int | _socket.socket | None:
         if channel == CONTROL:
             return self.control
         if channel == DATA:
-            return self._data
-        return self._pipes[channel - OUT] if self._pipes else None
+            return self.data
+        return next((pipe for pipe, printed in self.pipes.items() if printed == channel), None)
 
     def _blocked(self) -> int | None:
         """Return the file descriptor that must become writable before more data can be delivered."""
@@ -263,12 +256,3 @@ class Stream:
                 self._outgoing[0] = (channel, piece[sent:])
             else:
                 self._outgoing.popleft()
-
-    def _drop_channels(self) -> None:
-        self._drop_tunnels()
-        if self._data is not None:
-            self._data.close()
-            self._data = None
-        pipes, self._pipes = self._pipes, ()
-        for pipe in pipes:
-            os.close(pipe)

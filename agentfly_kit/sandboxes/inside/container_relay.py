@@ -14,7 +14,21 @@ import sys
 import time
 from typing import Any
 
-from .frames import CONTROL, DATA, ERR, MOST_TUNNELS, OUT, TUNNEL, USAGE, Tunnel, frame, frames
+from .frames import (
+    CONTROL,
+    DATA,
+    ERR,
+    MOST_TUNNELS,
+    OUT,
+    TUNNEL,
+    USAGE,
+    Channels,
+    Tunnel,
+    Tunnels,
+    frame,
+    frames,
+    received,
+)
 from .kernel import PR_SET_NO_NEW_PRIVS, filter_calls, prctl
 from .processes import activity, descendants
 from .zygote import Zygote, listening_socket, run
@@ -24,21 +38,20 @@ _FULL = 4 * _CHUNK  # number of unsent bytes above which code that prints is blo
 _USAGE_SECONDS = 0.2
 
 
-class Relay(Zygote):
+class Relay(Zygote, Channels):
     """A zygote that relays data between its interpreter and the host on one thread, without blocking on the host."""
 
     def __init__(self) -> None:
         super().__init__(_socket.socket(_socket.AF_UNIX))  # never used: messages are sent as frames
+        Channels.__init__(self)
         self.inbox = bytearray()
         self.outbox = bytearray()
         self.unsent = bytearray()  # data not yet sent to the interpreter
-        self.data: _socket.socket | None = None  # this process's end of the data channel
-        self.pipes: dict[int, int] = {}  # descriptor -> OUT or ERR
         self.counts: tuple[int, ...] | None = None
         self.call_running = False
         self.usage_read = 0.0
         self.listener: _socket.socket | None = None  # listens on the port of an agent
-        self.tunnels: dict[int, Tunnel] = {}
+        self.tunnels = Tunnels(self.outbox.extend)
         self.last_tunnel = 0
 
     def serve(self) -> None:
@@ -74,9 +87,7 @@ class Relay(Zygote):
                 self.read_pipe(pipe)
             if self.data is not None and self.data.fileno() in ready:
                 self.relay_data(ready[self.data.fileno()])
-            for number, tunnel in list(self.tunnels.items()):
-                if tunnel.socket.fileno() in ready:
-                    self.relay_tunnel(number, tunnel)
+            self.tunnels.relay(ready)
             if self.listener is not None and self.listener.fileno() in ready:
                 self.accept(self.listener)
             if 0 in ready and not self.receive():
@@ -95,8 +106,8 @@ class Relay(Zygote):
                 self.call_running = True
                 self.unsent += piece
                 self.forward()
-            elif channel == TUNNEL and serial in self.tunnels and not self.tunnels[serial].write(piece):
-                self.drop_tunnel(serial)
+            elif channel == TUNNEL and serial in self.tunnels:
+                self.tunnels.write(serial, piece)
         return bool(data)
 
     def flush(self) -> None:
@@ -161,25 +172,11 @@ class Relay(Zygote):
         self.last_tunnel += 1
         self.tunnels[self.last_tunnel] = Tunnel(connection)
 
-    def relay_tunnel(self, number: int, tunnel: Tunnel) -> None:
-        usable = tunnel.flush()
-        data = tunnel.read() if usable else b""
-        if data:
-            self.outbox += frame(TUNNEL, number, data)
-        elif data is not None:
-            self.drop_tunnel(number)
-
-    def drop_tunnel(self, number: int) -> None:
-        self.tunnels.pop(number).socket.close()
-        self.outbox += frame(TUNNEL, number, b"")
-
     def close_port(self) -> None:
         if self.listener is not None:
             self.listener.close()
             self.listener = None
-        for tunnel in self.tunnels.values():
-            tunnel.socket.close()
-        self.tunnels.clear()
+        self.tunnels.close()
 
     # --- the interpreter
 
@@ -189,12 +186,7 @@ class Relay(Zygote):
 
     def close_ends(self) -> None:
         self.close_port()
-        if self.data is not None:
-            self.data.close()
-            self.data = None
-        pipes, self.pipes = self.pipes, {}
-        for pipe in pipes:
-            os.close(pipe)
+        self.close_channels()
         self.unsent.clear()
 
     def forward(self) -> None:
@@ -236,12 +228,9 @@ class Relay(Zygote):
             self.forward()
         if not events & ~select.POLLOUT:
             return
-        try:
-            data = self.data.recv(_CHUNK)
-        except BlockingIOError:
+        data = received(self.data)
+        if data is None:
             return
-        except OSError:
-            data = b""
         self.drain()
         if b"\n" in data:
             self.call_running = False

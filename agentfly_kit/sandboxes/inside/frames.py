@@ -9,8 +9,9 @@ with the number of the connection in place of the serial number, and an empty ch
 
 from __future__ import annotations
 
+import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,6 +37,32 @@ def frames(buffer: bytearray) -> Iterator[tuple[int, int, bytes]]:
         data = bytes(buffer[HEAD.size : HEAD.size + length])
         del buffer[: HEAD.size + length]
         yield channel, serial, data
+
+
+def received(end: _socket.socket) -> bytes | None:
+    """Return the data that a socket has received, b"" if it was closed, or None if no data has arrived."""
+    try:
+        return end.recv(_CHUNK)
+    except BlockingIOError:
+        return None
+    except OSError:
+        return b""
+
+
+class Channels:
+    """Ends of an interpreter's channels in another process: the data socket, and the pipes of printed output."""
+
+    def __init__(self) -> None:
+        self.data: _socket.socket | None = None
+        self.pipes: dict[int, int] = {}  # descriptor -> OUT or ERR
+
+    def close_channels(self) -> None:
+        pipes, self.pipes = self.pipes, {}
+        for pipe in pipes:
+            os.close(pipe)
+        if self.data is not None:
+            self.data.close()
+            self.data = None
 
 
 class Tunnel:
@@ -64,11 +91,36 @@ class Tunnel:
             return False
         return not self.ended
 
-    def read(self) -> bytes | None:
-        """Return received data, b"" if the connection was closed, or None if no data has arrived."""
-        try:
-            return self.socket.recv(_CHUNK)
-        except BlockingIOError:
-            return None
-        except OSError:
-            return b""
+
+class Tunnels(dict[int, Tunnel]):
+    """Tunnelled connections by number. `send` sends a frame to the other end."""
+
+    def __init__(self, send: Callable[[bytes], object]) -> None:
+        super().__init__()
+        self.send = send
+
+    def write(self, number: int, data: bytes) -> None:
+        """Pass on the data of a frame."""
+        if not self[number].write(data):
+            self.drop(number)
+
+    def relay(self, ready: dict[int, int]) -> None:
+        """Send and receive data on the sockets that are ready according to `select.poll`."""
+        for number, tunnel in list(self.items()):
+            if tunnel.socket.fileno() in ready:
+                data = received(tunnel.socket) if tunnel.flush() else b""
+                if data:
+                    self.send(frame(TUNNEL, number, data))
+                elif data is not None:
+                    self.drop(number)
+
+    def drop(self, number: int) -> None:
+        """Close a connection and report this to the other end."""
+        self.pop(number).socket.close()
+        self.send(frame(TUNNEL, number, b""))
+
+    def close(self) -> None:
+        """Close all connections without a report."""
+        for tunnel in self.values():
+            tunnel.socket.close()
+        self.clear()

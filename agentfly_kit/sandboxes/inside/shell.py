@@ -178,9 +178,7 @@ class Current:
 
 def get_shell() -> Shell:
     if Current.shell is None or Current.shell.process.poll() is not None:
-        if Current.shell is not None:
-            Current.shell.end()  # a background job has killed the shell
-        Current.shell = None
+        end()  # a background job may have killed the shell
         Current.shell = Shell()
     return Current.shell
 
