@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import PolicyError, check_choice, check_value
+from agentfly_kit.errors import PolicyError, SettingsError, check_choice, check_value
 from agentfly_kit.policy.adapter import with_lora
 from agentfly_kit.policy.attention import use_soft_caps
 from agentfly_kit.policy.forward import LanguageModel
