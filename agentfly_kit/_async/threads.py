@@ -220,7 +220,7 @@ def _stop_threads() -> None:
     _state.shutting_down = True
     for worker in list(_state.workers):
         worker.put(sys.exit)
-    left = [thread for thread in _state.threads if thread.ident is not None]
+    left = [thread for thread in list(_state.threads) if thread.ident is not None]
     for thread in left:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
     join_busy(left)
