@@ -21,7 +21,7 @@ from agentfly_kit.agent.turns import encode_observation, observation_turn
 from agentfly_kit.engines.local import images as prompts
 from agentfly_kit.samples import TurnRequest
 
-A, B, WIDE = picture(1), picture(2), picture(3, (40, 12))
+A, B, WIDE, DOT = picture(1), picture(2), picture(3, (40, 12)), picture(4, (1, 1))
 SAMPLING = af.Sampling(max_tokens=6)
 
 
@@ -36,7 +36,7 @@ def task(number: int, *parts: Any) -> af.Task:
 TASKS = [
     task(0, "What", A, "is", B, "?"),
     task(1, "What", B, "is", A, "?"),
-    task(2, WIDE, "is what?"),
+    task(2, WIDE, DOT, "is what?"),
     task(3, "1+1"),
 ]
 
@@ -77,6 +77,20 @@ def test_ids_are_those_of_the_processor(family: str) -> None:
     assert pickle.loads(pickle.dumps(chat)).prompt(messages).images == pickle.loads(pickle.dumps(ids)).images
     other = chat.prompt([messages[0], user("What", B, "is\n", WIDE, A, "?")])
     assert other == ids and [span.image for span in other.images] == [B, WIDE, A]  # type: ignore[attr-defined]
+
+
+async def test_images_that_a_processor_or_a_template_refuses() -> None:
+    chat = vision_models.shared("qwen2_5_vl").chat
+    text = "rejected an image ([image 8192 x 1]): absolute aspect ratio must be smaller than 200"
+    errors.check(lambda: chat.prompt([user(picture(5, (8192, 1)))]), af.errors.SettingsError, text)
+    system = {"role": "system", "content": ["Compare with", A]}
+    text = "got 0 for 1 images; put images into user messages"
+    errors.check(lambda: chat.prompt([system, user("?")]), af.errors.ChatTemplateError, text)
+    policy, other = vision_models.shared("idefics3"), vision_models.policy("idefics3")
+    batch = batch_of(await agent(policy).rollout(TASKS, 2))
+    other.chat.reader.processor.image_processor.size = {"longest_edge": 16}
+    for call in (other.score, lambda batch: af.ppo_step(other, af.adamw(other), batch)):
+        errors.check(lambda call=call: call(batch), af.errors.PolicyError, "made with another image processor")
 
 
 @pytest.mark.parametrize("role", ["system", "user", "tool"])
