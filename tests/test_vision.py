@@ -135,6 +135,22 @@ async def test_images_of_tool_results(results: bool) -> None:
     await chain.close()
 
 
+async def test_compaction_drops_or_keeps_images() -> None:
+    policy = vision_models.shared("idefics3")
+    chain = agent(policy).replace(max_turns=9).chain(TASKS[0])
+    await chain.prepare()
+    for content in (("With", B), ("without",)):
+        await chain.sample()
+        chain.compact([user(*content)])
+    await chain.sample()
+    rows = chain.snapshot().rows
+    assert [[span.image for span in row.images] for row in rows] == [[A, B], [B], []]
+    for row in rows:
+        at = np.flatnonzero(row.action_mask)
+        expected = reference_logprobs(policy, row.ids.tolist(), [span.image for span in row.images])
+        np.testing.assert_allclose(row.logprobs[at], expected[at - 1], atol=1e-5)
+
+
 async def test_histories_are_rendered_again_only_if_images_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = vision_models.policy("idefics3")
     monkeypatch.setattr(policy.chat, "needs_rerender", lambda messages: True)

@@ -6,7 +6,7 @@ This module is imported when the first image is read. Whether a model can be run
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,8 +131,9 @@ def _row_images(
 def _features(images: Mapping[str, Image], policy: Any) -> dict[str, Features]:
     """Return the features of images. Those with the same placeholders and shapes pass through the tower together."""
     alike: dict[Any, dict[str, dict[str, Tensor]]] = {}
+    names = inspect.signature(policy.model.get_image_features).parameters
     for key, image in images.items():
-        pixels = _accepted(policy.model.get_image_features, policy, image)
+        pixels = _accepted(names, policy, image)
         # The number of features may depend on the size of the image, even if all tensors have the same shapes.
         alike.setdefault((policy.chat.reader.expansion(image), *(p.shape for p in pixels.values())), {})[key] = pixels
     known: dict[str, Features] = {}
@@ -152,9 +153,8 @@ def _joined(features: Any) -> Tensor:
     return joined.reshape(-1, joined.shape[-1])
 
 
-def _accepted(function: Any, policy: Any, image: Image) -> dict[str, Tensor]:
-    """Return the tensors of an image that a function of the model accepts."""
-    names = inspect.signature(function).parameters
+def _accepted(names: Collection[str], policy: Any, image: Image) -> dict[str, Tensor]:
+    """Return the tensors of an image that have one of the names."""
     pixels = policy.chat.reader.pixels(image)
     return {name: torch.from_numpy(value).to(policy.device) for name, value in pixels.items() if name in names}
 
@@ -213,7 +213,9 @@ def _trial(policy: Any) -> tuple[Tensor, Tensor]:
     names = {"token_type_ids", "mm_token_type_ids"} & inspect.signature(own).parameters.keys()
     logits = []
     for (row, span), index in zip(rows, shown.index, strict=True):
-        given = _accepted(own, policy, span.image) | dict.fromkeys(names, (index[None] >= 0).int())
+        given = _accepted(inspect.signature(own).parameters, policy, span.image) | dict.fromkeys(
+            names, (index[None] >= 0).int()
+        )
         logits.append(type(model).forward(model, input_ids=row, use_cache=False, **given).logits.float())
     expected, got = torch.cat(logits), policy.logits(hidden_states(policy.decoder, ids, None, None, shown)[0])
     never = [*policy.placeholders]
