@@ -88,4 +88,4 @@ def test_what_reads_only_text_is_refused() -> None:
     policy = af.tiny.policy("sums")
     tasks = shapes.tasks(1, "test")
     errors.check(lambda: shapes.agent(policy).rollout(tasks), af.errors.SettingsError, "reads no images")
-    errors.check(lambda: shapes.expert(policy).rollout(tasks), af.errors.SettingsError, "encodes text only")
+    errors.check(lambda: shapes.expert(policy).rollout(tasks), af.errors.SettingsError, "reads no images")
