@@ -81,13 +81,18 @@ def test_ids_are_those_of_the_processor(family: str) -> None:
 
 async def test_images_that_a_processor_or_a_template_refuses() -> None:
     chat = vision_models.shared("qwen2_5_vl").chat
-    text = "rejected an image ([image 8192 x 1]): absolute aspect ratio must be smaller than 200"
-    errors.check(lambda: chat.prompt([user(picture(5, (8192, 1)))]), af.errors.SettingsError, text)
     system = {"role": "system", "content": ["Compare with", A]}
-    text = "got 0 for 1 images; put images into user messages"
-    errors.check(lambda: chat.prompt([system, user("?")]), af.errors.ChatTemplateError, text)
-    policy, other = vision_models.shared("idefics3"), vision_models.policy("idefics3")
-    batch = batch_of(await agent(policy).rollout(TASKS, 2))
+    for message, error, text in (
+        (
+            user(picture(5, (8192, 1))),
+            af.errors.SettingsError,
+            "rejected an image ([image 8192 x 1]): absolute aspect",
+        ),
+        (system, af.errors.ChatTemplateError, "got 0 for 1 images; put images into user messages"),
+    ):
+        errors.check(lambda message=message: chat.prompt([message, user("?")]), error, text)
+    batch = batch_of(await agent(vision_models.shared("idefics3")).rollout(TASKS, 2))
+    other = vision_models.policy("idefics3")
     other.chat.reader.processor.image_processor.size = {"longest_edge": 16}
     for call in (other.score, lambda batch: af.ppo_step(other, af.adamw(other), batch)):
         errors.check(lambda call=call: call(batch), af.errors.PolicyError, "made with another image processor")
@@ -127,28 +132,24 @@ async def test_images_of_tool_results(results: bool) -> None:
     await chain.sample()
     (_, *spans), row = chain.turns[0].images, chain.snapshot().rows[0]
     assert [s.image for s in row.images] == [A, B, WIDE] and spans[0].image == B
-    refused = "task 't0': message 0 (from 'user') has an image, but af.trl reads no images"
     for export in (af.trl.sft_dataset, af.integrations.trl._rollout_columns):
-        errors.check(lambda export=export: export([chain.snapshot()], 0), af.errors.SettingsError, refused)
+        with pytest.raises(
+            af.errors.SettingsError, match=r"^task 't0': message 0 \(from 'user'\) has an image, but af.trl"
+        ):
+            export([chain.snapshot()], 0)
     top = await chain.distribution(top=400) if chain.stop is None else None
     assert top is None or policy.chat.reader.token_id not in top.ids[:300]
     await chain.close()
 
 
 async def test_compaction_drops_or_keeps_images() -> None:
-    policy = vision_models.shared("idefics3")
-    chain = agent(policy).replace(max_turns=9).chain(TASKS[0])
+    chain = agent(vision_models.shared("idefics3")).replace(max_turns=9).chain(TASKS[0])
     await chain.prepare()
     for content in (("With", B), ("without",)):
         await chain.sample()
         chain.compact([user(*content)])
     await chain.sample()
-    rows = chain.snapshot().rows
-    assert [[span.image for span in row.images] for row in rows] == [[A, B], [B], []]
-    for row in rows:
-        at = np.flatnonzero(row.action_mask)
-        expected = reference_logprobs(policy, row.ids.tolist(), [span.image for span in row.images])
-        np.testing.assert_allclose(row.logprobs[at], expected[at - 1], atol=1e-5)
+    assert [[span.image for span in row.images] for row in chain.snapshot().rows] == [[A, B], [B], []]
 
 
 async def test_histories_are_rendered_again_only_if_images_differ(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,8 +326,8 @@ async def test_saved_policies_sample_the_same(family: str, tmp_path: Path) -> No
     for folder in folders:
         loaded = af.Policy.load(folder)
         assert tokens(await agent(loaded).rollout(TASKS)) == expected
-        if family != "smolvlm":  # its policy was made with the processor of Idefics3
-            assert loaded.chat.reader.fingerprint == policy.chat.reader.fingerprint
+        # The policy of SmolVLM was made with the processor of Idefics3.
+        assert family == "smolvlm" or loaded.chat.reader.fingerprint == policy.chat.reader.fingerprint
     assert tokens(await agent(policy.copy()).rollout(TASKS)) == expected
 
 

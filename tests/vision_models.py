@@ -14,8 +14,9 @@ import agentfly_kit as af
 from agentfly_kit.chat.images import make_processor
 
 # Text that the template renders for an image.
-_IMAGE = dict.fromkeys(("idefics3", "smolvlm", "llava", "llava_next", "internvl"), "<image>")
-_IMAGE["gemma3"] = "<|vision_start|>"
+_IMAGE = {"gemma3": "<|vision_start|>"} | dict.fromkeys(
+    ("idefics3", "smolvlm", "llava", "llava_next", "internvl"), "<image>"
+)
 # Attributes of tokenizers that processors read.
 _ATTRIBUTES = {
     "boi": "<|vision_start|>", "eoi": "<|vision_end|>", "image": "<image>", "start_image": "<|vision_start|>",
