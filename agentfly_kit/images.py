@@ -285,5 +285,4 @@ def _to_rgb(picture: Any) -> Any:
 
 
 def _digest(picture: Any) -> str:
-    text = f"{picture.width}x{picture.height}:".encode()
-    return hashlib.blake2b(text + picture.tobytes(), digest_size=16).hexdigest()
+    return hashlib.blake2b(b"%dx%d:" % picture.size + picture.tobytes(), digest_size=16).hexdigest()

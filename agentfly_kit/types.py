@@ -63,6 +63,13 @@ def images_of(messages: Iterable[Mapping[str, Any]]) -> tuple[Any, ...]:
     return tuple(part for content in contents for part in content if not isinstance(part, str))
 
 
+def first_image(messages: Iterable[Mapping[str, Any]]) -> str:
+    """Return the position of the first normalized message with an image, such as "message 0 (from 'user')", or ""."""
+    with_images = ((i, m) for i, m in enumerate(messages) if not isinstance(m["content"], str))
+    # A tool result has the name of the tool.
+    return next((f"message {i} (from {m.get('name') or m['role']!r})" for i, m in with_images), "")
+
+
 def check_lengths(record: Any, names: Sequence[str]) -> None:
     """Raise AlignmentError if the length of a per-token field of a Sample or Turn differs from that of `ids`."""
     count = len(record.ids or ())

@@ -1,4 +1,4 @@
-"""Benchmarks: that of a GPU, as far as a CPU can run it, and the one that runs a notebook with several seeds."""
+"""Benchmarks: of a GPU, as far as a CPU can run it, of images without images, and of a notebook with several seeds."""
 
 import json
 import subprocess
@@ -74,3 +74,10 @@ def test_a_notebook_that_fails_with_one_seed_fails(most: int, failed: dict[str, 
     assert report["spread"]["twice"] == {"mean": pytest.approx(2 / 3, abs=1e-4), "min": 0, "max": 2}
     margin = {"margin": most - 1, "difference": 0, "sufficient": True, "values": [most, most - 1, most]}
     assert report["margins"] == {f"SEED < {most}": margin}
+
+
+@pytest.mark.long
+def test_text_only_work_spends_little_time_in_functions_for_images() -> None:
+    command = [sys.executable, str(ROOT / "benchmarks" / "bench_images.py"), "share"]
+    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, timeout=GUARD, check=True).stdout)
+    assert 0 < found["rollout"] < 0.02 and found["ppo_step"] < 0.001, found

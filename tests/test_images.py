@@ -19,6 +19,7 @@ import PIL.Image
 import PIL.ImageFile
 import pytest
 from http_server import Server
+from matplotlib.figure import Figure
 from paths import ROOT
 from waiting import GUARD
 
@@ -191,6 +192,7 @@ async def test_results_of_tools() -> None:
     )
     alone = await result(picture())
     assert (alone.observation, alone.images) == ("", (af.Image(picture()),))
+    assert (await result(["a plot:", Figure(figsize=(2, 1))])).images[0].size == (200, 100)
     assert (await result(af.Image(picture()))) == alone == await result(af.ToolResult(True, "", images=[picture()]))
     large = await result(picture(size=(9000, 1)))
     assert not large.ok and large.error is not None and "got 9000 x 1" in large.error.message
@@ -237,18 +239,23 @@ async def test_an_engine_that_reads_no_images_refuses_them_before_sampling() -> 
         await errors.check(call, af.errors.SettingsError, "message 0 (from 'user') has an image, but ")
     await errors.check(lambda: agent.rollout([agents.tasks(1)[0], pictured]), af.errors.SettingsError, refused)
     chat = agents.chat()
-    errors.check(lambda: chat.prompt(pictured.messages), af.errors.SettingsError, "this chat has no image processor")
+    errors.check(lambda: chat.prompt(pictured.messages), af.errors.SettingsError, "this chat reads no images")
     many = task(*[picture()] * 4)
     await errors.check(
         lambda: reader("x").rollout(many), af.errors.SettingsError, "at most 3 images for Reader(), got 4"
     )
     for call in (
         lambda: af.trl.dataset([pictured]),
+        lambda: af.trl.rollout_func(agent, [pictured]),
         lambda: af.from_tokens([1, 2], [0, 1], [0, -1.0], task=pictured),
     ):
-        errors.check(call, ValueError, "text only")
+        errors.check(call, ValueError, re.compile(r"^task 't7': message 0 .* has an image, but .* reads? no images"))
     judge = Judge(af.ScriptedEngine(["x"]), rubric={"short": "short"})
-    await errors.check(lambda: judge.score(pictured, "x"), af.errors.SettingsError, "has 1 images, but the judge")
+    await errors.check(
+        lambda: judge.score(pictured, "x"),
+        af.errors.SettingsError,
+        "task 't7': the judge ScriptedEngine(1 turns) reads no images, got 1",
+    )
     row = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}
     with pytest.raises(af.errors.SettingsError, match="message 0"):
         plain_messages(row["messages"], {})

@@ -14,20 +14,25 @@ import agentfly_kit as af
 from agentfly_kit.chat.images import make_processor
 
 # Text that the template renders for an image.
-_IMAGE = {"idefics3": "<image>", "llava": "<image>", "internvl": "<image>", "gemma3": "<|vision_start|>"}
+_IMAGE = {"gemma3": "<|vision_start|>"} | dict.fromkeys(
+    ("idefics3", "smolvlm", "llava", "llava_next", "internvl"), "<image>"
+)
 # Attributes of tokenizers that processors read.
 _ATTRIBUTES = {
     "boi": "<|vision_start|>", "eoi": "<|vision_end|>", "image": "<image>", "start_image": "<|vision_start|>",
     "end_image": "<|vision_end|>", "context_image": "<image>", "video": "<|video_pad|>",
 }  # fmt: skip
 _QWEN = "<|vision_start|><|image_pad|><|vision_end|>"
-FAMILIES = ("idefics3", "qwen2_5_vl", "qwen3_vl", "llava", "internvl")
+# Images of different sizes have different numbers of placeholders, except with llava; with llava_next, although their
+# tensors have the same shapes.
+FAMILIES = ("idefics3", "smolvlm", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next", "internvl")
 _TEXT = {
     "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
     "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 2048, "bos_token_id": None,
     "eos_token_id": None, "pad_token_id": None, "tie_word_embeddings": False,
 }  # fmt: skip
 _VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+_GRIDS = [[16, 32], [32, 16]]  # of llava_next
 _TOWER = {
     "depth": 2,
     "hidden_size": 16,
@@ -75,13 +80,15 @@ def _processor(family: str, made: Any) -> Any:
         Idefics3ImageProcessorPil,
         Idefics3Processor,
         InternVLProcessor,
+        LlavaNextImageProcessorPil,
+        LlavaNextProcessor,
         LlavaProcessor,
         Qwen2_5_VLProcessor,
         Qwen2VLImageProcessorPil,
         Qwen3VLProcessor,
     )
 
-    if family == "idefics3":
+    if family in ("idefics3", "smolvlm"):
         images = Idefics3ImageProcessorPil(size={"longest_edge": 32}, max_image_size={"longest_edge": 16})
         return Idefics3Processor(images, made, image_seq_len=4)
     if family == "internvl":
@@ -90,10 +97,12 @@ def _processor(family: str, made: Any) -> Any:
     if family == "gemma3":
         images = Gemma3ImageProcessorPil(size={"height": 16, "width": 16})
         return Gemma3Processor(images, made, image_seq_length=4)
-    if family == "llava":
-        images = CLIPImageProcessorPil(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    if family in ("llava", "llava_next"):
+        sizes = {"size": {"shortest_edge": 16}, "crop_size": {"height": 16, "width": 16}}
         options = {"patch_size": 4, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
-        return LlavaProcessor(images, made, **options)
+        if family == "llava":
+            return LlavaProcessor(CLIPImageProcessorPil(**sizes), made, **options)
+        return LlavaNextProcessor(LlavaNextImageProcessorPil(**sizes, image_grid_pinpoints=_GRIDS), made, **options)
     images = Qwen2VLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1024})
     return make_processor(Qwen2_5_VLProcessor if family == "qwen2_5_vl" else Qwen3VLProcessor, images, made, {})
 
@@ -103,7 +112,7 @@ def _config(family: str, made: Any) -> Any:
 
     text = _TEXT | {"vocab_size": len(made), "model_type": "llama"}
     image = made.convert_tokens_to_ids(_IMAGE.get(family, "<|image_pad|>"))
-    if family == "idefics3":
+    if family in ("idefics3", "smolvlm"):
         vision = _VISION | {"image_size": 16, "patch_size": 4}
         given = {"image_token_id": image, "pad_token_id": 0}
     elif family == "gemma3":
@@ -113,9 +122,9 @@ def _config(family: str, made: Any) -> Any:
     elif family == "internvl":
         vision = _VISION | {"image_size": [16, 16], "patch_size": [4, 4]}
         given = {"image_token_id": image, "image_seq_length": 4}
-    elif family == "llava":
+    elif family in ("llava", "llava_next"):
         vision = _VISION | {"image_size": 16, "patch_size": 4, "model_type": "clip_vision_model"}
-        given = {"image_token_index": image}
+        given = {"image_token_index": image} | ({"image_grid_pinpoints": _GRIDS} if "next" in family else {})
     else:
         text["model_type"] = f"{family}_text"
         text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}

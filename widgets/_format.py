@@ -38,8 +38,7 @@ def pictures(messages: Any) -> list[list[str]]:
 
 
 def picture(source: str, text: str) -> str:
-    style = "max-width:240px;max-height:240px"
-    return tag("img", src=source, alt=text, style=style) if source else escape(text)
+    return tag("img", src=source, alt=text, style="max-width:240px;max-height:240px") if source else escape(text)
 
 
 def number(value: float | None) -> str:

@@ -139,8 +139,13 @@ def _thumbnail(image: Any, tokens: int, left: int) -> str:
     title = f"{image}, {count(tokens, 'token')}"
     if not image.preview or len(image.preview) > left:
         return escape(title)
-    style = "max-height:48px;max-width:120px;vertical-align:middle"
-    return tag("img", src=image.preview, alt=title, title=title, style=style)
+    return tag(
+        "img",
+        src=image.preview,
+        alt=title,
+        title=title,
+        style="max-height:48px;max-width:120px;vertical-align:middle",
+    )
 
 
 def _line(piece: str) -> str:

@@ -27,6 +27,9 @@ from ._tokens import (
     visible,
 )
 
+# Maximum number of previews of images in a view. A notebook may save them, at up to 40 kB each.
+_PREVIEWS = 128
+
 
 class TokenView(View):
     """View of tokens coloured by a signal.
@@ -215,6 +218,8 @@ def _trajectories(source: Any) -> list[Any]:
 def _payload(rows: list[Row], notes: list[str], parts: dict[int, int]) -> tuple[dict[str, Any], dict[str, Any]]:
     vocabulary: dict[str, int] = {}
     pictures = list(dict.fromkeys(image for row in rows for _, _, image in row.images))
+    if (hidden := len(pictures) - _PREVIEWS) > 0:
+        notes = [*notes, f"{hidden} of {len(pictures)} different images are not shown but described"]
     pieces = [vocabulary.setdefault(piece, len(vocabulary)) for row in rows for piece in row.token_texts]
     mask = np.concatenate([row.mask for row in rows]) if rows else np.zeros(0, bool)
     names = [*SIGNALS, *dict.fromkeys(name for row in rows for name in row.signals if name not in SIGNALS)]
@@ -247,7 +252,7 @@ def _payload(rows: list[Row], notes: list[str], parts: dict[int, int]) -> tuple[
             for r, row in enumerate(rows)
         ],
         "vocabulary": [[visible(piece), flags(piece)] for piece in vocabulary],
-        "pictures": [[image.preview, str(image)] for image in pictures],
+        "pictures": [[image.preview if i < _PREVIEWS else "", str(image)] for i, image in enumerate(pictures)],
         "signals": summaries,
         "authors": [[kind, sendable(author), n, on] for (kind, author), (n, on) in authors.items()],
         "notes": [sendable(note) for note in notes],

@@ -19,7 +19,7 @@ from agentfly_kit.samples import Sampling
 from agentfly_kit.success import SuccessRule, check_success_rule
 from agentfly_kit.tools.tool import ToolSet
 from agentfly_kit.trajectories import Group, Trajectory
-from agentfly_kit.types import Message, Task, images_of
+from agentfly_kit.types import Message, Task, first_image, images_of
 
 # Arguments that each hook receives.
 _HOOKS = {
@@ -218,15 +218,12 @@ class AgentSettings(Displayable):
 
     def check_images(self, task: Task, messages: Sequence[Message]) -> None:
         """Raise SettingsError if the messages of a chain of `task` contain images, and the engine reads none."""
-        with_images = (i for i, message in enumerate(messages) if not isinstance(message["content"], str))
-        if (first := next(with_images, None)) is None or self.engine.images:
+        if not (first := first_image(messages)) or self.engine.images:
             return
-        origin = messages[first].get("name") or messages[first]["role"]  # the tool, if the message is a tool result
         reason = f" ({self.engine.image_obstacle})" if self.engine.image_obstacle else ""
         raise SettingsError(
-            f"task {task.id!r}: message {first} (from {origin!r}) has an image, but {self.engine!r} reads no images"
-            f"{reason}; use an engine that reads images, such as OpenAIEngine with a vision model, or describe the "
-            "image in words"
+            f"task {task.id!r}: {first} has an image, but {self.engine!r} reads no images{reason}; use an engine that "
+            "reads images, such as OpenAIEngine with a vision model, or describe the image in words"
         )
 
     def check_tasks(self, tasks: Sequence[Task]) -> None:

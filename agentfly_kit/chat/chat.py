@@ -18,7 +18,7 @@ from agentfly_kit.chat.template import FollowingRole, Template, unused_marker
 from agentfly_kit.errors import ChatTemplateError, SettingsError, check_choice
 from agentfly_kit.seeds import digest
 from agentfly_kit.trajectories import Row, Trajectory
-from agentfly_kit.types import Message, Schemas, ToolCall, images_of, normalize_messages
+from agentfly_kit.types import Message, Schemas, ToolCall, first_image, images_of, normalize_messages
 
 if TYPE_CHECKING:
     from agentfly_kit.chat.drift import Drift
@@ -292,13 +292,12 @@ class Chat(Displayable):
 
     def _mark_images(self, messages: Sequence[Message]) -> Sequence[Message]:
         """Return messages whose content is text, with a marker for each image; see `ImageReader.mark`."""
-        pictured = (i for i, message in enumerate(messages) if not isinstance(message["content"], str))
-        if (first := next(pictured, None)) is None:
+        if not (first := first_image(messages)):
             return messages
         if self.reader is None:
             raise SettingsError(
-                f"message {first} (role {messages[first]['role']!r}) has an image, but this chat has no image "
-                "processor and encodes text only; load a vision model with af.Policy.load"
+                f"{first} has an image, but this chat reads no images, because it has no image processor; load a "
+                "vision model with af.Policy.load"
             )
         marked: Sequence[Message] = self.reader.mark(messages, self.template, results_as_user=self._results_as_user)
         return marked

@@ -70,8 +70,8 @@ class ImageReader:
         self.token: str = getattr(processor, "image_token", None) or ""
         if not self.token or not callable(getattr(processor, "replace_image_token", None)):
             raise SettingsError(
-                "processor must be the processor of a vision model with 'image_token' and 'replace_image_token', got "
-                f"{type(processor).__name__}"
+                "processor must be the processor of a vision model with 'image_token' and 'replace_image_token', which "
+                f"most have from transformers 5.19 on, got {type(processor).__name__}"
             )
         ids = processor.tokenizer(self.token, add_special_tokens=False)["input_ids"]
         if len(ids) != 1:
@@ -83,7 +83,7 @@ class ImageReader:
 
     def _create_caches(self) -> None:
         self._process = functools.lru_cache(_PIXELS)(self._process_image)
-        self._expand = functools.lru_cache(_EXPANSIONS)(self._expand_image)
+        self.expansion = functools.lru_cache(_EXPANSIONS)(self._expand_image)
         # Whether the template renders images in tool results.
         self._in_results: bool | None = None
         self._appends = False
@@ -118,11 +118,8 @@ class ImageReader:
 
         return {name: np.asarray(value) for name, value in self._process(image).items()}
 
-    def expansion(self, image: Image) -> str:
-        """Return the placeholders of an image as text."""
-        return self._expand(image)
-
     def _expand_image(self, image: Image) -> str:
+        """Return the placeholders of an image as text."""
         return str(self.processor.replace_image_token(self._process(image), 0))
 
     # --- messages ---
@@ -222,9 +219,8 @@ class ImageReader:
 def _require_append(template: Template, token: str) -> None:
     """Raise ChatTemplateError unless an image in a user message has one placeholder and can be appended."""
     user: Message = {"role": "user", "content": f"?{_MARK}{'0' * 32}"}
-    answer: Message = {"role": "assistant", "content": "!"}
     before = template.render([user], generate=True)
-    whole = template.render([user, answer, user], generate=True)
+    whole = template.render([user, {"role": "assistant", "content": "!"}, user], generate=True)
     if before.count(token) != 1:
         raise ChatTemplateError(
             f"the chat template of {template.name} must render {token!r} for an image in a user message, got "

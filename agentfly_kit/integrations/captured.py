@@ -9,7 +9,7 @@ from typing import Any
 
 from agentfly_kit.errors import AlignmentError
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Task, Turn, images_of
+from agentfly_kit.types import Task, Turn, first_image
 
 _CALL_KEYS = {"prompt_ids", "ids", "logprobs", "version", "author"}
 
@@ -133,8 +133,11 @@ def _trajectory(
     reward: float | None,
     metrics: Mapping[str, float] | None,
 ) -> Trajectory:
-    if images_of(task.messages):
-        raise AlignmentError(f"task {task.id!r} must contain text only, because the positions of images are unknown")
+    if first := first_image(task.messages):
+        raise AlignmentError(
+            f"task {task.id!r}: {first} has an image, but af.captured and af.from_tokens read no images, because ids "
+            "do not say where an image is"
+        )
     turns: list[Turn] = []
     for index, row in enumerate(rows):
         for turn in row:

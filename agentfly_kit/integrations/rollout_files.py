@@ -355,10 +355,16 @@ def _trajectory(
     if not prompt:
         raise TaskError(f"{location}: a conversation must not begin with an assistant message")
     if chat is not None and record.encodable:
-        contents = [node.message.get("content") for nodes in record.rows for node in nodes]
-        parts = [part for content in contents if isinstance(content, list) for part in content]
-        if strange := [part for part in parts if _get(part, "text") is None]:
-            raise TaskError(f"{location}: the chat encodes text only, got the part {strange[0]!r:.60}")
+        strange = (
+            f"message {i} must be text only to be encoded, got the part {part!r:.60}"
+            for nodes in record.rows
+            for i, node in enumerate(nodes)
+            if isinstance(content := node.message.get("content"), list)
+            for part in content
+            if _get(part, "text") is None
+        )
+        if problem := next(strange, ""):
+            raise TaskError(f"{location}: {problem}")
         turns = encoded(turns, tools, chat, location)
     other = _OTHERS | {"tools", "tool_defs"} | set(numbers)
     fields = {name: value for name, value in columns.items() if name not in other and value is not None}
@@ -415,10 +421,10 @@ def _turns(nodes: Sequence[_Node], author: str, chat: Chat | None) -> Iterator[T
     results: list[ToolCall] = []
     ids: tuple[int, ...] | None = ()
     kind: Any = "prompt"
-    for node in (*nodes, None):
+    for i, node in enumerate((*nodes, None)):
         parts = node.message.get("content") if node is not None and node.ids is not None else None
         if isinstance(parts, list) and any(_get(part, "type") not in ("text", None) for part in parts):
-            raise TaskError("messages with token ids must contain text only, got an image or another part")
+            raise TaskError(f"message {i} has token ids and must contain text only, got an image or another part")
         if node is not None and not node.action:
             message, _ = _message(node.message)
             messages.append(message)

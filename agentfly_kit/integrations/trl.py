@@ -26,7 +26,7 @@ from agentfly_kit.integrations.adapters import environment as environment
 from agentfly_kit.integrations.adapters import reward as reward
 from agentfly_kit.ppo.config import PPOConfig
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Message, Task, drop_none, images_of
+from agentfly_kit.types import Message, Task, drop_none, first_image
 
 # --- rows ----------------------------------------------------------------------------------------
 
@@ -45,12 +45,14 @@ def sft_dataset(rows: Iterable[Trajectory], authors: str | Sequence[str] | None 
 
     Raises:
         BatchError: If a trajectory has no labelled token.
+        SettingsError: If a trajectory has an image.
     """
     from datasets import Dataset
 
     names = (authors,) if isinstance(authors, str) else authors
     out: dict[str, list[list[int]]] = {"input_ids": [], "labels": []}
     for trajectory in rows:
+        _check_text(trajectory.task, trajectory.messages)
         masks = [row.written_by(*names or ()) for row in trajectory.rows]
         if not any(mask.any() for mask in masks):
             raise BatchError(
@@ -62,6 +64,13 @@ def sft_dataset(rows: Iterable[Trajectory], authors: str | Sequence[str] | None 
                 out["input_ids"].append(row.ids.tolist())
                 out["labels"].append([i if m else -100 for i, m in zip(row.ids.tolist(), mask, strict=True)])
     return Dataset.from_dict(out)
+
+
+def _check_text(task: Task, messages: Iterable[Message]) -> None:
+    if first := first_image(messages):
+        raise SettingsError(
+            f"task {task.id!r}: {first} has an image, but af.trl reads no images; train with af.train"
+        )
 
 
 # --- settings ------------------------------------------------------------------------------------
@@ -154,15 +163,15 @@ def dataset(tasks: Iterable[Task]) -> Any:
     """Convert tasks to a `datasets.Dataset` with the column "prompt" (messages) and the fields that all tasks have.
 
     Raises:
-        SettingsError: If there are no tasks, or a task has images.
+        SettingsError: If there are no tasks, or a task has an image.
     """
     from datasets import Dataset
 
     every = list(tasks)
     if not every:
         raise SettingsError("dataset needs at least one task, got none")
-    if (pictured := next((task for task in every if images_of(task.messages)), None)) is not None:
-        raise SettingsError(f"dataset must contain text only, but task {pictured.id!r} has images")
+    for task in every:
+        _check_text(task, task.messages)
     shared = [name for name in every[0].fields if all(name in task.fields for task in every)]
     rows = [{"prompt": list(task.messages)} | {name: task.fields[name] for name in shared} for task in every]
     return Dataset.from_list(rows)
@@ -188,13 +197,15 @@ def rollout_func(agent: Agent, tasks: Iterable[Task]) -> Callable[..., dict[str,
         tasks: The tasks of the dataset. For each prompt from TRL, tools and rewards get the fields of its task.
 
     Raises:
-        SettingsError: If the agent has no reward, or two tasks have the same prompt but different fields. The returned
-            function raises this error if agent and trainer have different models or sampling temperatures.
+        SettingsError: If the agent has no reward, a task has an image, or two tasks have the same prompt but different
+            fields. The returned function raises this error if agent and trainer have different models or sampling
+            temperatures, or a tool returned an image.
     """
     if not agent.reward:
         raise SettingsError("the agent has no reward; add one with agent.replace(reward=...)")
     known: dict[str, Task] = {}
     for task in tasks:
+        _check_text(task, task.messages)
         other = known.setdefault(_prompt_key(task.messages), task)
         if (other.fields, other.messages) != (task.fields, task.messages):
             raise SettingsError(f"tasks {other.id!r} and {task.id!r} have the same prompt but different fields")
@@ -267,6 +278,7 @@ def _rollout_columns(chains: list[Trajectory], end: int) -> dict[str, Any]:
             scored[t.group].append(t.reward)
     out: dict[str, list[Any]] = defaultdict(list)
     for t in chains:
+        _check_text(t.task, t.messages)
         if len(t.rows) > 1:
             raise SettingsError(
                 f"{t.id!r} was compacted into {len(t.rows)} rows, but TRL needs one row per completion; remove the "

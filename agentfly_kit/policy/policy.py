@@ -256,7 +256,7 @@ class Policy(Displayable, LanguageModel):
 
     @cached_property
     def image_obstacle(self) -> str:
-        """Reason why the policy cannot read images, or "" if a trial with images gives the logits of the model."""
+        """Reason why the policy reads no images, or "" if a trial with images gives the logits of the model."""
         if self.chat.reader is None:
             return "its chat has no image processor"
         from agentfly_kit.policy.vision import find_obstacle
@@ -339,15 +339,16 @@ class Policy(Displayable, LanguageModel):
     def __repr__(self) -> str:
         head = {ValueHead: ", value head", Critic: ", separate critic"}.get(type(self.value_head), "")
         model = self.model.get_base_model() if self.has_adapter else self.model
-        learns = ""
-        if self.has_adapter:
-            learns = f" of which {sum(p.numel() for p in self.model.parameters() if p.requires_grad):,} in an adapter"
+        trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+        learns = f" of which {trained:,} in an adapter" if self.has_adapter else ""
         obstacle = self.__dict__.get("_sharing_obstacle")  # known after the first forward pass
         sharing = f", no prefix sharing: {obstacle}" if obstacle else ""
         if self.chat.reader is not None and (obstacle := self.__dict__.get("image_obstacle")):
-            sharing += f", no images: {obstacle}"
-        size = f"{self.size:,} parameters{learns}{head}"
-        return f"Policy({type(model).__name__}, {size}, version {self.version}, {self.device}{sharing})"
+            sharing += f", reads no images: {obstacle}"
+        return (
+            f"Policy({type(model).__name__}, {self.size:,} parameters{learns}{head}, version {self.version}, "
+            f"{self.device}{sharing})"
+        )
 
 
 class _FrozenBase(Policy):

@@ -6,7 +6,7 @@ This module is imported when the first image is read. Whether a model can be run
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,13 +80,15 @@ def row_images(
         ids: Token ids, (B, T).
         images: Spans of images in each of the B rows.
         known: Features that have been computed with the current weights, keyed by digest. Features of other images are
-            computed one image at a time and added. If None, images of the same shape are computed together.
+            computed one image at a time and added. If None, similar images are computed together.
 
     Raises:
-        PolicyError: If the policy cannot read images, or the placeholders do not match its processor.
+        PolicyError: If the policy reads no images, or the placeholders do not match its processor.
     """
     if policy.image_obstacle:
-        raise PolicyError(f"{policy!r} cannot read images: {policy.image_obstacle}")
+        raise PolicyError(
+            f"the rows must contain text only, because {policy!r} reads no images: {policy.image_obstacle}"
+        )
     return _row_images(policy, ids, images, known)
 
 
@@ -127,16 +129,17 @@ def _row_images(
 
 
 def _features(images: Mapping[str, Image], policy: Any) -> dict[str, Features]:
-    """Return the features of images. Those whose tensors have the same shapes pass through the tower together."""
+    """Return the features of images. Those with the same placeholders and shapes pass through the tower together."""
     alike: dict[Any, dict[str, dict[str, Tensor]]] = {}
+    names = inspect.signature(policy.model.get_image_features).parameters
     for key, image in images.items():
-        pixels = _accepted(policy.model.get_image_features, policy, image)
-        alike.setdefault(tuple(part.shape for part in pixels.values()), {})[key] = pixels
+        pixels = _accepted(names, policy, image)
+        # The number of features may depend on the size of the image, even if all tensors have the same shapes.
+        alike.setdefault((policy.chat.reader.expansion(image), *(p.shape for p in pixels.values())), {})[key] = pixels
     known: dict[str, Features] = {}
     for same in alike.values():
-        names = next(iter(same.values()))
         found = policy.model.get_image_features(
-            **{name: torch.cat([p[name] for p in same.values()]) for name in names}
+            **{name: torch.cat([p[name] for p in same.values()]) for name in next(iter(same.values()))}
         )
         deep = getattr(found, "deepstack_features", None) or ()
         parts = (_joined(part).chunk(len(same)) for part in (getattr(found, "pooler_output", found), *deep))
@@ -150,9 +153,8 @@ def _joined(features: Any) -> Tensor:
     return joined.reshape(-1, joined.shape[-1])
 
 
-def _accepted(function: Any, policy: Any, image: Image) -> dict[str, Tensor]:
-    """Return the tensors of an image that a function of the model accepts."""
-    names = inspect.signature(function).parameters
+def _accepted(names: Collection[str], policy: Any, image: Image) -> dict[str, Tensor]:
+    """Return the tensors of an image that have one of the names."""
     pixels = policy.chat.reader.pixels(image)
     return {name: torch.from_numpy(value).to(policy.device) for name, value in pixels.items() if name in names}
 
@@ -169,7 +171,7 @@ def _positions(policy: Any, ids: Tensor, shown: Tensor, images: Sequence[Image])
 
 
 def find_obstacle(policy: Any) -> str:
-    """Return the reason why a policy cannot read images, or "" if a trial gives the logits of the model's forward pass.
+    """Return the reason why a policy reads no images, or "" if a trial gives the logits of the model's forward pass.
 
     The model's forward pass may, for example, let the placeholders of an image attend to each other in both directions.
     """
@@ -211,7 +213,9 @@ def _trial(policy: Any) -> tuple[Tensor, Tensor]:
     names = {"token_type_ids", "mm_token_type_ids"} & inspect.signature(own).parameters.keys()
     logits = []
     for (row, span), index in zip(rows, shown.index, strict=True):
-        given = _accepted(own, policy, span.image) | dict.fromkeys(names, (index[None] >= 0).int())
+        given = _accepted(inspect.signature(own).parameters, policy, span.image) | dict.fromkeys(
+            names, (index[None] >= 0).int()
+        )
         logits.append(type(model).forward(model, input_ids=row, use_cache=False, **given).logits.float())
     expected, got = torch.cat(logits), policy.logits(hidden_states(policy.decoder, ids, None, None, shown)[0])
     never = [*policy.placeholders]

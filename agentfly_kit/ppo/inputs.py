@@ -136,10 +136,7 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
     check_instance("batch", batch, Batch, "a Batch such as af.collate(rollout, af.advantages.grpo)")
     batch.check()
     if batch.row_keys is not None and policy.image_obstacle:
-        raise BatchError(
-            f"batch must contain text only, because {policy!r} reads no images ({policy.image_obstacle}), got rows "
-            "with images"
-        )
+        raise BatchError(f"batch must contain text only, because {policy!r} reads no images: {policy.image_obstacle}")
     if not bool(torch.isfinite(batch.advantages[batch.mask]).all()):
         raise BatchError(
             "batch must have finite advantages at all sampled tokens; use collate(rollout, af.advantages.grpo) or "

@@ -57,7 +57,7 @@ async def mcp(
             `Agent(tools=tools, pools=[tools.pool])`. If 0, all chains share one session.
         timeout: time limit in seconds for connecting and for each call.
         max_chars: maximum length of an observation in characters, or None.
-        images: whether images in results are shown to the model. With an engine that cannot read images, the chain then
+        images: whether images in results are shown to the model. With an engine that reads no images, the chain then
             ends with an error.
 
     Raises:

@@ -109,19 +109,6 @@ async def test_the_cache_shares_what_the_oracle_shares(together: bool, blind: No
         assert [s.ids for s in ours] == [s.ids for s in plain], "this model ignores the images"
 
 
-async def test_swapped_images_share_nothing_after_the_first(blind: None) -> None:
-    rng, policy = random.Random(dice.seed()), agents.random_policy(5)
-    text = [rng.randrange(8, 200) for _ in range(40)]
-    ids = [*text, *[PAD] * 4, 9, *[PAD] * 4, 10, 11]
-    a, b, _ = IMAGES
-    rows = [(ids, [ImageSpan(x, 40, 4), ImageSpan(y, 45, 4)]) for x, y in ((a, b), (b, a), (a, b))]
-    for together in (True, False):
-        _, count = await prefilled(policy, rows[:2], together=together)
-        assert count == len(ids) + len(ids) - len(text)
-        _, count = await prefilled(policy, [rows[0], rows[2]], together=together)
-        assert count <= len(ids) + 1, "equal images are shared"
-
-
 def chain(number: int, *spans: tuple[Any, int]) -> af.Trajectory:
     """Return a chain with a span of two placeholders for each image, at an index of the prompt."""
     prompt = af.Turn("prompt", "task", (5, 6, 8, *[PAD] * 4, 9), images=tuple(ImageSpan(x, n, 2) for x, n in spans))

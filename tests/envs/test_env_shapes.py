@@ -82,10 +82,3 @@ async def test_an_answer_must_be_exact_but_for_case_spaces_and_a_period() -> Non
     right = ["top left", "Top left.", " top left\n"]
     wrong = [None, "", ".", "top", "top left left", "It is top left."]
     assert [await reward(said, "top left") for said in (*right, *wrong)] == [1.0] * 3 + [0.0] * 6
-
-
-def test_what_reads_only_text_is_refused() -> None:
-    policy = af.tiny.policy("sums")
-    tasks = shapes.tasks(1, "test")
-    errors.check(lambda: shapes.agent(policy).rollout(tasks), af.errors.SettingsError, "reads no images")
-    errors.check(lambda: shapes.expert(policy).rollout(tasks), af.errors.SettingsError, "encodes text only")

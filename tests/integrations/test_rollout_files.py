@@ -308,7 +308,7 @@ def test_an_encoded_log_is_what_the_template_renders(name: str, history: str) ->
 @pytest.mark.parametrize(
     ("messages", "text"),
     [
-        (MESSAGES, "row 0: the chat encodes text only, got the part {'type': 'image_url'"),
+        (MESSAGES, "row 0: message 1 must be text only to be encoded, got the part {'type': 'image_url'"),
         ([QUESTION, MESSAGES[2], *MESSAGES[3:]], "the call b of add is invalid: the arguments are not a JSON object"),
         ([*OPENAI[:2], QUESTION, ANSWER], "the calls a must have results"),
         ([QUESTION, {"role": "assistant", "content": put_call("x")}], "would not be parsed as the same message"),

@@ -204,6 +204,9 @@ assert repaired.summary()["success"] > 0
     "32_images": """
 assert prompts[0] == prompts[1] and max((a - b).abs().max() for a in table.values() for b in table.values()) > 1
 assert before.success < 0.7 and by_kind(after).min() > 0.85
+assert (found["ids"] == found["ids"].iloc[0]).all(axis=None)
+assert (found["row keys"] - correct).abs().max(axis=None) < 1e-5
+assert errors["row keys"].max() < 1e-4 and errors["ids"].max() > 1
 """,
     "35_trl": """
 for a, b in zip(their_log, our_log, strict=True):

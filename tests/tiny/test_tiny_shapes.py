@@ -1,6 +1,5 @@
 """The shipped vision policies: their folders, their token ids, and how well they start and learn."""
 
-import dataclasses
 from collections import defaultdict
 from importlib.resources import files
 from pathlib import Path
@@ -35,20 +34,6 @@ async def test_it_is_small_and_starts_at_a_part_of_the_tasks_of_each_kind(of: An
     assert not policy.image_obstacle
     found = await success(of, policy, 256)
     assert all(low < found[kind] < high for kind in of.KINDS), found
-
-
-async def test_a_policy_sees_the_image_that_the_tool_returns() -> None:
-    crop = "crop", {"left": 0, "top": 0, "right": 16, "bottom": 16}
-
-    def play(task: af.Task, messages: Any, rng: Any) -> Any:
-        return "red" if messages[-1]["role"] == "tool" else crop
-
-    family = dataclasses.replace(shapes.family, expert_player=play)
-    (t,) = (await family.expert(af.tiny.policy("shapes")).rollout(shapes.tasks(1, "test"))).trajectories
-    assert t.stop == "answered" and t.tool_calls[0].result is not None
-    whole, part = t.rows[0].images
-    assert part.image == t.tool_calls[0].result.images[0] != whole.image
-    assert part.length == whole.length == len(shapes.POSITIONS) + 3
 
 
 def test_transformers_and_the_recipe_give_the_token_ids_of_the_chat() -> None:

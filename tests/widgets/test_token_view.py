@@ -82,6 +82,17 @@ def test_the_placeholders_of_an_image_are_one_cell() -> None:
     assert view._about["notes"][0].endswith("share their first 1 token") and view._about["rows"][0]["parts"] == 1
 
 
+def test_the_number_of_previews_is_limited() -> None:
+    first, *others = trajectory(actions=1, width=3).turns
+    shown = [
+        dataclasses.replace(first, images=(ImageSpan(vision_models.picture(i, (2, 2)), 1, 2),)) for i in range(130)
+    ]
+    view = w.TokenView([trajectory(f"t-{i}").replace(turns=(turn, *others)) for i, turn in enumerate(shown)])
+    assert [source != "" for source, _ in view._about["pictures"]] == [True] * 128 + [
+        False
+    ] * 2 and "2 of 130 different images" in check_static(view).text
+
+
 def test_recorded_alternatives_are_sent_and_framed() -> None:
     t = trajectory(actions=1, width=3)
     best = (((12, " x", -0.1), (9, " y", -2.5)), ((7, " <b>", -0.2), (8, " q", -3.0)), ((1, " z", -0.3),))

@@ -444,7 +444,8 @@ class Judge(Displayable):
         images = images_of(task.messages)
         if len(images) > self.engine.images:
             raise SettingsError(
-                f"task {task.id!r} has {len(images)} images, but the judge {self.engine!r} reads {self.engine.images}"
+                f"task {task.id!r}: the judge {self.engine!r} reads {self.engine.images or 'no'} images, got "
+                f"{len(images)}"
             )
         messages: tuple[Message, ...] = (
             {"role": "system", "content": _RULES.format(mark=mark)},
