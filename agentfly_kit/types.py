@@ -270,9 +270,10 @@ class ToolCall(Displayable):
 
     Attributes:
         id: Id of the call. The message with the result contains the same id.
-        name, arguments: Name of the tool, and arguments of the call.
+        name, arguments: Name of the tool, and arguments of the call, which are JSON values.
         result: Result of the call; None until the call has run.
-        error: Parse error, which is shown to the model, or None. After a parse error, `name` may be empty.
+        error: Parse error, which is shown to the model, or None. After a parse error, `name` may be empty. A call that
+            is not closed has one.
         raw: Text from which the call was parsed, if the chat format keeps it.
         rerunner: Function to which `rerun` passes this call. It is set by the running chain and not saved to disk.
     """
@@ -376,7 +377,7 @@ class Turn(Displayable):
 
     @property
     def path(self) -> tuple[Turn, ...]:
-        """This turn and all its predecessors, oldest first."""
+        """This turn and all its predecessors, oldest first, including those before a fork or a compaction."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:

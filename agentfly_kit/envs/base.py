@@ -23,12 +23,14 @@ An environment is any class whose `reset` takes the task or some of its fields. 
     agent = af.envs.agent(Guess, engine, chat=policy.chat)
 
 check_task(task)    Called for every task before a rollout starts, on an instance whose `start` was not called. Raise
-                    TaskError for a task that `reset` cannot use. Optional.
+                    TaskError or another ValueError, which becomes a TaskError with the id of the task, if `reset`
+                    cannot use the task. Optional.
 reset(...)          Called before each chain. Must reset all state, because an instance is used for many chains in turn.
                     Parameters are filled by name: `task`, `seed`, and fields of the task; `**fields` receives all
                     fields. The return value (a string, messages or None) is appended to the task's prompt.
-tools               Methods decorated with @af.tool. Sync methods run in a thread, async methods on the event loop. All
-                    sync methods of an instance run in one thread, in order. If a call was cancelled or timed out, the
+tools               Methods decorated with @af.tool. Sync methods run in a thread, async methods on the event loop. The
+                    calls of an action run one after the other, in order. All sync methods of an instance run in one
+                    thread. If a call was cancelled or timed out, the
                     instance is replaced after the chain, because the call may continue.
 done                True once the episode is over: the chain then stops with `env_done`. Optional.
 reward(...)         Score of the chain. Parameters are filled by name: `state`, and everything else that rewards may

@@ -230,6 +230,7 @@ class PoolCore(Generic[S]):
         return self._healthy is None or bool(await call(worker, self._healthy, sandbox))
 
     async def _close(self, slot: Slot, previous: asyncio.Task[None] | None) -> None:
+        """Close a sandbox in any state, also during its start or reset, and remove its slot."""
         if previous is not None and not previous.done() and previous.get_loop() is asyncio.get_running_loop():
             previous.cancel()  # a start or reset that is no longer needed
             await asyncio.wait([previous])

@@ -82,7 +82,7 @@ def test_the_worked_numbers_are_what_the_code_gives() -> None:
     for section in sections:
         rows = len(re.findall(r"(?m)^\| (?!choice)", section))
         assert rows == len(CALL.findall(section)) >= 2, f"not every row has a choice, a call and a result: {section}"
-    assert len(sections) == 19 and len(CALL.findall("".join(sections))) == 48
+    assert len(sections) >= 19 and len(CALL.findall("".join(sections))) >= 48, "sections were not found"
     assert sections == computed(sections), "out of date; run: python tests/docs/test_conventions_doc.py --write"
 
 

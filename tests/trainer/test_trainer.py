@@ -28,7 +28,7 @@ NO_ESTIMATORS = {"branch_weights", "distillation", "row_credit", "trajectory_lev
 
 @af.reward
 def digits(final: str | None) -> float:
-    """Return a quarter of the number of digits, so that random chains have different rewards."""
+    """Return a quarter of the number of digits, so that random chains have different rewards, or all 0 in one step."""
     return sum(c.isdigit() for c in final or "") / 4
 
 
