@@ -96,7 +96,7 @@ def recorded() -> Any:
 
 
 test_errors_of_rollouts = errors.rejected(
-    (lambda: recorded().to_frame("rows"), SettingsError, "kind must be one of 'trajectories', 'turns', 'tokens', got 'rows'"),
+    (lambda: recorded().to_frame("rows"), SettingsError, "kind must be one of 'trajectories', 'turns', 'tokens'"),
     (lambda: recorded().diff(af.Rollout()), SettingsError, "no task in common"),
     (lambda: af.Rollout.load("none.jsonl"), RunError, "cannot be read"),
 )  # fmt: skip
