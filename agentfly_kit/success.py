@@ -94,8 +94,7 @@ def success_interval(outcomes: Sequence[Sequence[bool]], level: float = 0.95) ->
         size = min(max(size, tasks), samples)
     successes, tail = rate * size, (1 - level) / 2
     low = _beta_quantile(tail, successes, size - successes + 1) if rate > 0 else 0.0
-    high = _beta_quantile(1 - tail, successes + 1, size - successes) if rate < 1 else 1.0
-    return low, high
+    return low, _beta_quantile(1 - tail, successes + 1, size - successes) if rate < 1 else 1.0
 
 
 def sign_flip_test(differences: Sequence[int]) -> float:

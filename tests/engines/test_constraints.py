@@ -104,30 +104,32 @@ async def test_every_call_and_every_text_matches_its_schema(count: int) -> None:
     assert stops["stop"] > 0.97 * count, stops
 
 
-async def test_logprobs_are_those_of_a_masked_forward_pass() -> None:
+def check_masked(policy: af.Policy, given: Constraint, sample: af.Sample, temperature: float, gap: float) -> None:
     """`logprobs` are those of the policy, and with the kept mass those of the distribution that was sampled."""
-    policy = shipped()
-    agent = agent_of(policy)
-    grammars = Grammars(policy.chat, policy.vocab_size)
-    prompt = agent.chat.prompt(ASKED)
+    assert sample.ids and sample.logprobs and sample.kept_mass and sample.stop == "stop", sample
+    prompt, grammars = policy.chat.prompt(ASKED), Grammars(policy.chat, policy.vocab_size)
+    with torch.inference_mode():
+        logits = policy.model(torch.tensor([[*prompt, *sample.ids]])).logits[0, len(prompt) - 1 : -1].float()
+    matcher, masks = grammars.matcher(given), []
+    for token in sample.ids:
+        masks.append(allowed_tokens([matcher], policy.vocab_size, logits.device))
+        assert matcher.consume_token(token)
+    logits, at = logits / temperature, torch.tensor(sample.ids)[:, None]
+    masked = logits.masked_fill(~torch.cat([mask for mask in masks if mask is not None]), -torch.inf)
+    for found, expected in (
+        (torch.tensor(sample.logprobs), logits.log_softmax(-1)),
+        (torch.tensor(sample.logprobs) - torch.tensor(sample.kept_mass).log(), masked.log_softmax(-1)),
+    ):
+        torch.testing.assert_close(found, expected.gather(1, at)[:, 0], atol=gap, rtol=0)
+
+
+async def test_logprobs_are_those_of_a_masked_forward_pass() -> None:
+    agent = agent_of(policy := shipped())
     for i, temperature in enumerate((1.0, 0.7, 1.0, 1.3)):
         constraint = constraint_of(agent, TOOLS.schemas, must_call="") if i % 2 else None
         constraint = constraint or constraint_of(agent, (), schema=SCHEMA)
         sample = await sampled(agent, constraint, i, temperature=temperature)
-        assert sample.ids and sample.logprobs and sample.kept_mass and sample.stop == "stop"
-        with torch.inference_mode():
-            logits = policy.model(torch.tensor([[*prompt, *sample.ids]])).logits[0, len(prompt) - 1 : -1].float()
-        matcher, masks = grammars.matcher(constraint), []
-        for token in sample.ids:
-            masks.append(allowed_tokens([matcher], policy.vocab_size, logits.device))
-            assert matcher.consume_token(token)
-        logits, at = logits / temperature, torch.tensor(sample.ids)[:, None]
-        masked = logits.masked_fill(~torch.cat([mask for mask in masks if mask is not None]), -torch.inf)
-        for found, expected in (
-            (torch.tensor(sample.logprobs), logits.log_softmax(-1)),
-            (torch.tensor(sample.logprobs) - torch.tensor(sample.kept_mass).log(), masked.log_softmax(-1)),
-        ):
-            torch.testing.assert_close(found, expected.gather(1, at)[:, 0], atol=1e-5, rtol=0)
+        check_masked(policy, constraint, sample, temperature, 1e-5)
 
 
 def test_the_mass_of_improbable_tokens_is_positive_and_other_filters_apply_to_the_rest() -> None:

@@ -228,10 +228,8 @@ class Stream:
         self._tunnels.clear()
 
     def _target(self, channel: int) -> int | socket.socket | None:
-        if channel == CONTROL:
-            return self.control
-        if channel == DATA:
-            return self._data
+        if channel in (CONTROL, DATA):
+            return self.control if channel == CONTROL else self._data
         return self._pipes[channel - OUT] if self._pipes else None
 
     def _blocked(self) -> int | None:
