@@ -114,8 +114,7 @@ def sign_flip_test(differences: Sequence[int]) -> float:
         gap = np.zeros(2 * size)
         probability = (np.concatenate([probability, gap]) + np.concatenate([gap, probability])) / 2
         reach += size
-    sums = np.abs(np.arange(-reach, reach + 1))
-    return float(min(1.0, probability[sums >= total].sum()))
+    return float(min(1.0, probability[np.abs(np.arange(-reach, reach + 1)) >= total].sum()))
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:

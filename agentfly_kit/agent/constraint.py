@@ -26,9 +26,8 @@ def make_constraint(agent: AgentSettings, tools: Sequence[dict[str, Any]], optio
             raise RequestError("'tools' must have at least one tool, because 'tool_choice' requires a call")
         if not functions:
             raise RequestError(f"'tool_choice' must name one of 'tools', got {options.must_call!r}")
-        body["tool_choice"] = "required"
-        if options.must_call:
-            body["tool_choice"] = {"type": "function", "function": {"name": options.must_call}}
+        named = {"type": "function", "function": {"name": options.must_call}}
+        body["tool_choice"] = named if options.must_call else "required"
     if options.schema is not None:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "reply", "schema": options.schema}}
     if reason := agent.engine.constraint_obstacle():

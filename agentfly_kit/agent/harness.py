@@ -118,7 +118,7 @@ class HarnessChain(BaseChain):
 
     async def _advance(self) -> None:
         """Run the harness until it returns or a limit ends the chain."""
-        endpoint = Endpoint(self.reply, self.count_tokens, self.id, self._warn_once)
+        endpoint = Endpoint(self.reply, self.count_tokens, self.id, self._warn_once, self._give_up)
         running = asyncio.ensure_future(self.agent.harness.run(self.context, endpoint))
         limit = asyncio.ensure_future(self._limit_reached.wait())
         try:
@@ -157,7 +157,15 @@ class HarnessChain(BaseChain):
                 outcome = dataclasses.replace(outcome, error=error)
         assert outcome.error is not None
         host = self._host_failure(()) is not None or getattr(outcome.error, "host", False)
-        failure = failure_from("harness", outcome.error)
+        self._fail(failure_from("harness", outcome.error), host)
+
+    def _give_up(self, reason: str) -> None:
+        """End the chain, because the harness repeats requests that are refused."""
+        if self.stop is None and not self.closed:
+            self._fail(Failure.from_exception("harness", RequestError(reason)))
+            self._limit_reached.set()
+
+    def _fail(self, failure: Failure, host: bool = False) -> None:
         # An unexpected output of the model may cause an error in the harness. The chain is then scored, because the
         # policy could otherwise avoid low rewards by causing errors. An error before the first action has other causes.
         self._end("error" if host or failure.host or not self.actions else "harness_failed", failure)
@@ -186,10 +194,7 @@ class HarnessChain(BaseChain):
     # --- requests ---
 
     async def reply(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
-        options: ReplyOptions | None = None,
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), options: ReplyOptions | None = None
     ) -> Reply:
         """Sample the next action of a conversation. Concurrent requests for a chain are served one at a time.
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import dice
 import jsonschema
+import packages
 import pytest
 import torch
 from agents import exact, fresh, random_policy, shipped
@@ -102,6 +103,50 @@ async def test_every_call_and_every_text_matches_its_schema(count: int) -> None:
     await asyncio.gather(*map(one, range(count)))
     print(stops)
     assert stops["stop"] > 0.97 * count, stops
+
+
+# Names of types in the function documentation of BFCL, which is written by hand
+BFCL_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
+
+
+def json_schema(given: Any) -> Any:
+    """Convert the parameters of a function of BFCL to a JSON schema."""
+    if isinstance(given, list):
+        return [json_schema(value) for value in given]
+    if not isinstance(given, dict):
+        return given
+    made = {key: json_schema(value) for key, value in given.items()}
+    if isinstance(made.get("type"), str):
+        made["type"] = BFCL_TYPES.get(made["type"], made["type"])
+    return made
+
+
+@pytest.mark.long
+async def test_calls_of_a_thousand_real_tools_match_their_schemas(tmp_path: Path) -> None:
+    """The tools are those that users contributed to the Berkeley Function Calling Leaderboard."""
+    packages.install(tmp_path, "bfcl-eval==2026.3.23")
+    lines = [line for path in (tmp_path / "bfcl_eval/data").glob("*_live_*.json") for line in path.open()]
+    found = {json.dumps(tool["parameters"]): tool for line in lines for tool in json.loads(line)["function"]}
+    given = random.Random(dice.seed()).sample([*found.values()], 1_000)
+    agents = [agent_of(random_policy(length=1024), format=name) for name in ("hermes", "react")]
+    stops: Counter[str] = Counter()
+
+    async def one(i: int) -> None:
+        agent, schema = agents[i % 2], json_schema(given[i]["parameters"])
+        tools = [tool(given[i]["name"], schema)]
+        sample = await sampled(agent, constraint_of(agent, tools, must_call=""), i, max_tokens=900)
+        stops[sample.stop] += 1
+        if sample.stop != "length":
+            (call,) = agent.chat.parse(sample.ids or (), tools).calls
+            if "a number that is too large" in str(call.error):  # such as 1e999, which JSON schemas allow
+                stops["too large"] += 1
+                return
+            assert call.error is None and call.name == given[i]["name"], call
+            jsonschema.validate(call.arguments, schema)
+
+    await asyncio.gather(*map(one, range(len(given))))
+    print(len(found), stops)
+    assert stops["stop"] > 0.9 * len(given) and stops["too large"] < 0.1 * len(given), stops
 
 
 def check_masked(policy: af.Policy, given: Constraint, sample: af.Sample, temperature: float, gap: float) -> None:

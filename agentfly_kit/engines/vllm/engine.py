@@ -43,9 +43,9 @@ class VLLMEngine(Engine):
     garbage-collected, and when this process ends or is killed. Methods may be called from any event loop.
 
     Logprobs are those after temperature and before truncation, entropies are exact, and the probability mass kept by
-    top-p, top-k, min-p or a constraint is recorded. All three are computed by a modified sampler in vLLM's worker. The engine is not
-    reproducible, because rounding depends on the batch composition, and seeds are not used because they crash vLLM on a
-    CPU. Images are read by vision models; see docs/images.md.
+    top-p, top-k, min-p or a constraint is recorded. All three are computed by a modified sampler in vLLM's worker. The
+    engine is not reproducible, because rounding depends on the batch composition, and seeds are not used because they
+    crash vLLM on a CPU. Images are read by vision models; see docs/images.md.
 
     Args:
         model: Folder in the transformers layout (as written by `Policy.save`), hub name, or Policy. The weights of a
