@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agentfly_kit._async import threads
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.endpoint.reply import ReplyOptions, RequestError
 from agentfly_kit.samples import Constraint
+
+
+async def find_constraint(
+    agent: AgentSettings, tools: Sequence[dict[str, Any]], options: ReplyOptions, warn: Callable[[str, str], None]
+) -> Constraint | None:
+    """Return the constraint that a request demands. Warn if the constraint cannot be enforced."""
+    try:
+        constraint = make_constraint(agent, tools, options)
+    except NotImplementedError as error:
+        warn("constraint", f"the harness asked for a tool call or JSON, which is not enforced, because {error}")
+        return None
+    await threads.call(agent.engine.check_constraint, constraint)
+    return constraint
 
 
 def make_constraint(agent: AgentSettings, tools: Sequence[dict[str, Any]], options: ReplyOptions) -> Constraint:

@@ -32,7 +32,7 @@ from agentfly_kit.agent.turns import encode_long, find_stop, join_ids, label, te
 from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.endpoint.reply import ChainEnded, Reply, ReplyCall, ReplyOptions, RequestError, validating
 from agentfly_kit.errors import ChatTemplateError, SettingsError
-from agentfly_kit.samples import Constraint, Sample, Sampling
+from agentfly_kit.samples import Sample, Sampling
 from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.context import Context, Fields
 from agentfly_kit.tools.injection import InjectedFunction
@@ -279,7 +279,11 @@ class HarnessChain(BaseChain):
     ) -> Turn:
         if self.actions >= self.agent.max_turns:
             return self._end("max_turns")
-        self._constraint = await self._constrained(tools, options)
+        self._constraint = None
+        if options.must_call is not None or options.schema is not None:
+            from agentfly_kit.agent.constraint import find_constraint
+
+            self._constraint = await find_constraint(self.agent, tools, options, self._warn_once)
         self._is_plain = options.prompt is not None
         if options.prompt is None:
             await encode_long(messages, lambda: self._count_tokens(messages, tools))
@@ -295,22 +299,6 @@ class HarnessChain(BaseChain):
             self._asked[self._action_key] += 1
             row.segments.append(Segment((message_key(turn.messages[0]),), len(self.ids), True))
         return turn
-
-    async def _constrained(self, tools: tuple[dict[str, Any], ...], options: ReplyOptions) -> Constraint | None:
-        """Return the constraint that a request demands. Warn if the constraint cannot be enforced."""
-        if options.must_call is None and options.schema is None:
-            return None
-        from agentfly_kit.agent.constraint import make_constraint
-
-        try:
-            constraint = make_constraint(self.agent, tools, options)
-        except NotImplementedError as error:
-            self._warn_once(
-                "constraint", f"the harness asked for a tool call or JSON, which is not enforced, because {error}"
-            )
-            return None
-        await threads.call(self.agent.engine.check_constraint, constraint)
-        return constraint
 
     def _count_tokens(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> int:
         """Encode messages, so that `_continue_row` finds the result in a cache, and count the token ids."""
