@@ -125,7 +125,8 @@ def json_schema(given: Any) -> Any:
 async def test_calls_of_a_thousand_real_tools_match_their_schemas(tmp_path: Path) -> None:
     """The tools are those that users contributed to the Berkeley Function Calling Leaderboard."""
     packages.install(tmp_path, "bfcl-eval==2026.3.23")
-    lines = [line for path in (tmp_path / "bfcl_eval/data").glob("*_live_*.json") for line in path.open()]
+    paths = sorted((tmp_path / "bfcl_eval/data").glob("*_live_*.json"))
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").strip().split("\n")]
     found = {json.dumps(tool["parameters"]): tool for line in lines for tool in json.loads(line)["function"]}
     given = random.Random(dice.seed()).sample([*found.values()], 1_000)
     agents = [agent_of(random_policy(length=1024), format=name) for name in ("hermes", "react")]
@@ -134,7 +135,11 @@ async def test_calls_of_a_thousand_real_tools_match_their_schemas(tmp_path: Path
     async def one(i: int) -> None:
         agent, schema = agents[i % 2], json_schema(given[i]["parameters"])
         tools = [tool(given[i]["name"], schema)]
-        sample = await sampled(agent, constraint_of(agent, tools, must_call=""), i, max_tokens=900)
+        try:
+            sample = await sampled(agent, constraint_of(agent, tools, must_call=""), i, max_tokens=900)
+        except af.errors.SettingsError as error:  # the schema is invalid
+            stops[str(error)] += 1
+            return
         stops[sample.stop] += 1
         if sample.stop != "length":
             (call,) = agent.chat.parse(sample.ids or (), tools).calls
@@ -146,7 +151,7 @@ async def test_calls_of_a_thousand_real_tools_match_their_schemas(tmp_path: Path
 
     await asyncio.gather(*map(one, range(len(given))))
     print(len(found), stops)
-    assert stops["stop"] > 0.9 * len(given) and stops["too large"] < 0.1 * len(given), stops
+    assert stops["stop"] > 0.95 * len(given) and stops["too large"] < 0.1 * len(given), stops
 
 
 def check_masked(policy: af.Policy, given: Constraint, sample: af.Sample, temperature: float, gap: float) -> None:
