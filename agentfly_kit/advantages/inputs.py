@@ -127,8 +127,7 @@ class GroupedRewards:
         if kind is None:
             return torch.ones_like(self.reward)
         n = self.count - 1 if kind == "sample" else self.count
-        variance = self.group_sum(self.centred().square()) / n.clamp(min=1)
-        return torch.sqrt(variance) + eps
+        return torch.sqrt(self.group_sum(self.centred().square()) / n.clamp(min=1)) + eps
 
     def singleton(self, advantages: Tensor, rule: Singleton) -> Tensor:
         """Set the advantage of a group's only scored row to 0, or to its reward if rule="raw"."""

@@ -3,12 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from agentfly_kit._async import threads
 from agentfly_kit.agent.settings import AgentSettings
 from agentfly_kit.endpoint.reply import ReplyOptions, RequestError
 from agentfly_kit.samples import Constraint
+
+
+async def find_constraint(
+    agent: AgentSettings, tools: Sequence[dict[str, Any]], options: ReplyOptions, warn: Callable[[str, str], None]
+) -> Constraint | None:
+    """Return the constraint that a request demands. Warn if the constraint cannot be enforced."""
+    try:
+        constraint = make_constraint(agent, tools, options)
+    except NotImplementedError as error:
+        warn("constraint", f"the harness asked for a tool call or JSON, which is not enforced, because {error}")
+        return None
+    await threads.call(agent.engine.check_constraint, constraint)
+    return constraint
 
 
 def make_constraint(agent: AgentSettings, tools: Sequence[dict[str, Any]], options: ReplyOptions) -> Constraint:
@@ -26,9 +40,8 @@ def make_constraint(agent: AgentSettings, tools: Sequence[dict[str, Any]], optio
             raise RequestError("'tools' must have at least one tool, because 'tool_choice' requires a call")
         if not functions:
             raise RequestError(f"'tool_choice' must name one of 'tools', got {options.must_call!r}")
-        body["tool_choice"] = "required"
-        if options.must_call:
-            body["tool_choice"] = {"type": "function", "function": {"name": options.must_call}}
+        named = {"type": "function", "function": {"name": options.must_call}}
+        body["tool_choice"] = named if options.must_call else "required"
     if options.schema is not None:
         body["response_format"] = {"type": "json_schema", "json_schema": {"name": "reply", "schema": options.schema}}
     if reason := agent.engine.constraint_obstacle():

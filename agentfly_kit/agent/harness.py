@@ -32,7 +32,7 @@ from agentfly_kit.agent.turns import encode_long, find_stop, join_ids, label, te
 from agentfly_kit.endpoint.endpoint import Endpoint
 from agentfly_kit.endpoint.reply import ChainEnded, Reply, ReplyCall, ReplyOptions, RequestError, validating
 from agentfly_kit.errors import ChatTemplateError, SettingsError
-from agentfly_kit.samples import Constraint, Sample, Sampling
+from agentfly_kit.samples import Sample, Sampling
 from agentfly_kit.tools.calling import Outcome, call_user_function, failure_from
 from agentfly_kit.tools.context import Context, Fields
 from agentfly_kit.tools.injection import InjectedFunction
@@ -118,7 +118,7 @@ class HarnessChain(BaseChain):
 
     async def _advance(self) -> None:
         """Run the harness until it returns or a limit ends the chain."""
-        endpoint = Endpoint(self.reply, self.count_tokens, self.id, self._warn_once)
+        endpoint = Endpoint(self.reply, self.count_tokens, self.id, self._warn_once, self._give_up)
         running = asyncio.ensure_future(self.agent.harness.run(self.context, endpoint))
         limit = asyncio.ensure_future(self._limit_reached.wait())
         try:
@@ -157,7 +157,15 @@ class HarnessChain(BaseChain):
                 outcome = dataclasses.replace(outcome, error=error)
         assert outcome.error is not None
         host = self._host_failure(()) is not None or getattr(outcome.error, "host", False)
-        failure = failure_from("harness", outcome.error)
+        self._fail(failure_from("harness", outcome.error), host)
+
+    def _give_up(self, reason: str) -> None:
+        """End the chain, because the harness repeats requests that are refused."""
+        if self.stop is None and not self.closed:
+            self._fail(Failure.from_exception("harness", RequestError(reason)))
+            self._limit_reached.set()
+
+    def _fail(self, failure: Failure, host: bool = False) -> None:
         # An unexpected output of the model may cause an error in the harness. The chain is then scored, because the
         # policy could otherwise avoid low rewards by causing errors. An error before the first action has other causes.
         self._end("error" if host or failure.host or not self.actions else "harness_failed", failure)
@@ -186,10 +194,7 @@ class HarnessChain(BaseChain):
     # --- requests ---
 
     async def reply(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[dict[str, Any]] = (),
-        options: ReplyOptions | None = None,
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), options: ReplyOptions | None = None
     ) -> Reply:
         """Sample the next action of a conversation. Concurrent requests for a chain are served one at a time.
 
@@ -274,7 +279,11 @@ class HarnessChain(BaseChain):
     ) -> Turn:
         if self.actions >= self.agent.max_turns:
             return self._end("max_turns")
-        self._constraint = await self._constrained(tools, options)
+        self._constraint = None
+        if options.must_call is not None or options.schema is not None:
+            from agentfly_kit.agent.constraint import find_constraint
+
+            self._constraint = await find_constraint(self.agent, tools, options, self._warn_once)
         self._is_plain = options.prompt is not None
         if options.prompt is None:
             await encode_long(messages, lambda: self._count_tokens(messages, tools))
@@ -290,22 +299,6 @@ class HarnessChain(BaseChain):
             self._asked[self._action_key] += 1
             row.segments.append(Segment((message_key(turn.messages[0]),), len(self.ids), True))
         return turn
-
-    async def _constrained(self, tools: tuple[dict[str, Any], ...], options: ReplyOptions) -> Constraint | None:
-        """Return the constraint that a request demands. Warn if the constraint cannot be enforced."""
-        if options.must_call is None and options.schema is None:
-            return None
-        from agentfly_kit.agent.constraint import make_constraint
-
-        try:
-            constraint = make_constraint(self.agent, tools, options)
-        except NotImplementedError as error:
-            self._warn_once(
-                "constraint", f"the harness asked for a tool call or JSON, which is not enforced, because {error}"
-            )
-            return None
-        await threads.call(self.agent.engine.check_constraint, constraint)
-        return constraint
 
     def _count_tokens(self, messages: tuple[Message, ...], tools: tuple[dict[str, Any], ...]) -> int:
         """Encode messages, so that `_continue_row` finds the result in a cache, and count the token ids."""

@@ -178,9 +178,7 @@ class Progress:
     @property
     def seconds(self) -> float:
         """Seconds since the start of the rollout, or its duration if it has ended; 0 before the start."""
-        if self._started_at is None:
-            return 0.0
-        return (self._ended_at or time.perf_counter()) - self._started_at
+        return 0.0 if self._started_at is None else (self._ended_at or time.perf_counter()) - self._started_at
 
     def report(
         self,

@@ -114,8 +114,7 @@ class Batch(Displayable):
     @property
     def rows(self) -> tuple[Row, ...]:
         """Rows of the trajectories, in the order of the batch."""
-        pairs = zip(self.trajectories, self.row_index.tolist(), strict=True)
-        return tuple(t.rows[i] for t, i in pairs)
+        return tuple(t.rows[i] for t, i in zip(self.trajectories, self.row_index.tolist(), strict=True))
 
     @cached_property
     def images(self) -> tuple[tuple[ImageSpan, ...], ...] | None:

@@ -103,5 +103,4 @@ async def answer(body: Mapping[str, Any], sample: Sampler, answer_id: str) -> Re
     """Answer a chat completion request."""
     with validating():
         request = read_request(body)
-    write = chunks if request.stream else completion
-    return write(request, await sample(request), answer_id)
+    return (chunks if request.stream else completion)(request, await sample(request), answer_id)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 # Placeholder base URL for the in-process client; no connection is made to it.
 _IN_PROCESS = "http://agentfly.invalid"
+# A client that sends this many refused requests in a row would continue until a time limit.
+_MAX_REFUSED = 100
 
 
 @dataclass
@@ -69,17 +71,18 @@ class Endpoint(Displayable):
         count_tokens: Callable[[Sequence[Any], Sequence[Any]], Awaitable[int]],
         name: str,
         warn: Callable[[str, str], None],
+        give_up: Callable[[str], None],
     ) -> None:
         self.api_key = KEY_PREFIX + secrets.token_hex(16)
         self.usage = Usage()
         self._reply = reply
         self._count_tokens = count_tokens
         self._name = name
-        self._warn = warn
+        self._warn, self._give_up = warn, give_up
         self._loop = asyncio.get_running_loop()
         self._server: Server | None = None
         self._closed = False
-        self._answers = 0
+        self._answers, self._refused = 0, 0
         self._earlier: dict[str, list[dict[str, Any]]] = {}
 
     def __repr__(self) -> str:
@@ -186,10 +189,13 @@ class Endpoint(Displayable):
             if method != "POST":
                 raise RequestError(f"{method} {path} is not supported", status=404)
             return _to_answer(await self._on_loop(self._answer(path, _read_json(body))))
-        except RequestError as error:
-            return _json_answer(error.body, error.status)
-        except (AgentFlyError, RecursionError) as error:  # the messages or tools are invalid or too deeply nested
-            return _json_answer(RequestError(str(error), code="invalid_request").body, 400)
+        except (AgentFlyError, RecursionError) as error:  # the messages or tools may be too deeply nested
+            refusal = error if isinstance(error, RequestError) else RequestError(str(error), code="invalid_request")
+            self._refused += 1
+            if self._refused == _MAX_REFUSED:
+                reason = f"{_MAX_REFUSED} requests in a row were refused, the last because {refusal}"
+                self._loop.call_soon_threadsafe(self._give_up, reason)
+            return _json_answer(refusal.body, refusal.status)
 
     async def _answer(self, path: str, body: Mapping[str, Any]) -> Response:
         if self._closed:
@@ -216,7 +222,7 @@ class Endpoint(Displayable):
         for key, text in request.warnings:
             self._warn(key, text)
         replies = [await self._reply(request.messages, request.tools, request.options) for _ in range(request.n)]
-        counts = usage(replies)
+        counts, self._refused = usage(replies), 0
         self.usage.requests += 1
         self.usage.prompt_tokens += counts["prompt_tokens"]
         self.usage.completion_tokens += counts["completion_tokens"]

@@ -94,7 +94,7 @@ class Engine(Displayable, ABC):
 
     def constraint_obstacle(self) -> str:
         """Return the reason why the engine does not enforce `TurnRequest.constraint`, or "" if it does."""
-        return f"{type(self).__name__} cannot constrain sampling; use LocalEngine"
+        return f"{type(self).__name__} cannot constrain sampling; use LocalEngine or VLLMEngine"
 
     def check_constraint(self, constraint: Constraint) -> None:
         """Raise SettingsError if the engine enforces constraints but not this one."""

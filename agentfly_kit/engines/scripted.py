@@ -67,5 +67,4 @@ class ScriptedEngine(Engine):
         return Sample(tuple(int(i) for i in reply), None, None, "stop", None)
 
     def __repr__(self) -> str:
-        what = "a function" if callable(self.script) else f"{len(self.script)} turns"
-        return f"ScriptedEngine({what})"
+        return f"ScriptedEngine({'a function' if callable(self.script) else f'{len(self.script)} turns'})"

@@ -208,9 +208,7 @@ class Family(Displayable):
         return TextChat() if self.images else small_chat()
 
     def _played(self, player: ScriptedPlayer, policy: Policy | None, settings: dict[str, Any]) -> Agent:
-        chat = settings.pop("chat", None)
-        if chat is None:
-            chat = self.chat if policy is None else policy.chat
+        chat = settings.pop("chat", None) or (self.chat if policy is None else policy.chat)
         return self.agent(PlayerEngine(player, chat), chat=chat, **settings)
 
     def __repr__(self) -> str:

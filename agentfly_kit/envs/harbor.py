@@ -204,9 +204,12 @@ def _write_folder(made: Path, row: Mapping[str, Any], clone: Path) -> None:
     archive = _git(clone, "archive", row["base_commit"])
     with tempfile.TemporaryDirectory() as spare:
         old, tested = Path(spare, "old"), Path(spare, "tested")
-        for target in (old, tested):
-            with tarfile.open(fileobj=io.BytesIO(archive)) as files:
-                files.extractall(target, filter="data")
+        try:
+            for target in (old, tested):
+                with tarfile.open(fileobj=io.BytesIO(archive)) as files:
+                    files.extractall(target, filter="data")
+        except (tarfile.TarError, OSError) as error:
+            raise TaskError(f"the files of {row['instance_id']} cannot be written: {error}") from error
         _git(tested, "apply", "-", given=row["test_patch"].encode())
         before, after = _contents(old), _contents(tested)
         changed = {name: data for name, data in after.items() if before.get(name) != data}
@@ -234,8 +237,11 @@ def _write_folder(made: Path, row: Mapping[str, Any], clone: Path) -> None:
 
 def _contents(folder: Path) -> dict[str, bytes]:
     """Return the contents of all regular files in a folder, keyed by their relative paths. Links are not followed."""
-    files = [file for file in folder.rglob("*") if file.is_file() and not file.is_symlink()]
-    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+    return {
+        file.relative_to(folder).as_posix(): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file() and not file.is_symlink()
+    }
 
 
 def _git(folder: Path, *arguments: str, given: bytes | None = None) -> bytes:

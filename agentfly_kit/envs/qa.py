@@ -20,8 +20,7 @@ def normalised(text: str) -> str:
 
     Source: Rajpurkar et al. 2016, SQuAD, arXiv 1606.05250, and its evaluation script.
     """
-    text = text.lower().translate(_PUNCTUATION)
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(_PUNCTUATION)).split())
 
 
 def exact_match(response: str, answers: Iterable[str]) -> float:

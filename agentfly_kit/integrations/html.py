@@ -295,8 +295,7 @@ def stats(stats: Stats) -> str:
 
 def evaluation(evaluation: Evaluation) -> str:
     summary = evaluation.summary()
-    numbers = summary | evaluation.metrics | summary
-    return heading(evaluation) + table((), numbers.items())
+    return heading(evaluation) + table((), (summary | evaluation.metrics | summary).items())
 
 
 def drift(drift: Drift) -> str:

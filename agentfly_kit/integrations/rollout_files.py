@@ -48,7 +48,7 @@ _MONITOR = "agent-rollout-trajectory.jsonl"
 _ID_COLUMNS = (
     ("prompt_ids", "prompt_token_ids"),
     ("completion_ids", "response_ids"),
-    ("completion_mask", "response_mask", "loss_mask"),
+    ("completion_mask", "response_mask", "loss_mask", "loss_masks"),
     ("logprobs", "rollout_logprobs"),
 )
 # Columns that become neither metrics of a chain nor fields of its task.
@@ -200,6 +200,8 @@ def _records(row: Any, location: str, chat: Chat | None) -> Iterator[_Record]:
         if "reward" in columns:  # AgentFly records the reward among other values
             reward = ("reward",)
     elif (found := _with_ids(columns, location, chat)) is not None:
+        if isinstance(given := columns.get("rewards"), list | int | float):  # SkyRL: one, or one per token
+            reward, columns["reward"] = ("reward",), math.fsum(given if isinstance(given, list) else [given])
         task = _row_name(columns) or digest(json.dumps(found[0]), size=6)
         yield _Record([found[1]], columns, task, reward, {}, {})
         return

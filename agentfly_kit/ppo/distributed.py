@@ -54,9 +54,7 @@ class WorkerGroup:
 
     async def all_gather(self, value: T) -> list[T]:
         """Collect a value from every process, in order of rank."""
-        if self.is_single:
-            return [value]
-        return await run_in_thread(_all_gather, value, self.size)
+        return [value] if self.is_single else await run_in_thread(_all_gather, value, self.size)
 
     async def all_gather_or_raise(self, value: T | None, error: Exception | None = None) -> list[T]:
         """Collect a value from every process, in order of rank. Raise in all processes if one passes an error."""

@@ -104,8 +104,7 @@ class FileSandbox(ShellSandbox):
         """
         check_count("depth", depth)
         reply = await self._request("list", path=path, depth=depth)
-        more = (f"... and {reply['more']} more",) if reply["more"] else ()
-        return (*map(str, reply["names"]), *more)
+        return (*map(str, reply["names"]), *([f"... and {reply['more']} more"] if reply["more"] else []))
 
     async def grep(self, pattern: str, path: str = ".", max_matches: int = 100) -> tuple[GrepMatch, ...]:
         """Return the lines that match a Python regular expression, in one file or in all text files below a folder.

@@ -82,9 +82,7 @@ class ShellSandbox(HostedSandbox):
         code = answer.get("exit")
         code = code if type(code) is int and -(2**31) <= code < 2**31 else None
         ended = code is None or bool(answer.get("ended"))
-        limit = result.limit
-        if limit is None and code is not None:
-            limit = _SIGNALS.get(code)
+        limit = _SIGNALS.get(code) if result.limit is None and code is not None else result.limit
         error = None if code is not None else result.error or "the shell exited unexpectedly"
         if result.timed_out and code is not None:
             error = f"stopped: time limit of {timeout:g} s exceeded"

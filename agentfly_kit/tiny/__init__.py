@@ -201,7 +201,9 @@ def demonstration(
             (message,) = some
             functions = [call["function"] for call in message.get("tool_calls", ())]
             calls = [chat.format.render_call(ToolCall("", f["name"], dict(f["arguments"]))) for f in functions]
-            ids = tuple(chat.encode("".join([text_of(message), *calls, END])))
+            # As in a prompt: the template writes calls without a separator, and the chat writes each in a new line.
+            separator = "" if chat._in_template_format else "\n"
+            ids = tuple(chat.encode(separator.join(filter(None, [text_of(message), *calls])) + END))
             turn = Turn(kind="action", author="script", ids=ids, messages=(message,), stop="stop", parent=turn)
         else:
             key = tuple((m["role"], m.get("name"), text_of(m)) for m in some)

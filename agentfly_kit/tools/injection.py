@@ -316,9 +316,7 @@ class FunctionSet(Sequence[F]):
     def __getitem__(self, key: int | str | slice) -> F | Self:
         if isinstance(key, slice):
             return type(self)(self._functions[key])
-        if isinstance(key, int):
-            return self._functions[key]
-        return self._by_name[key]
+        return self._functions[key] if isinstance(key, int) else self._by_name[key]
 
     def _ipython_key_completions_(self) -> list[str]:
         return list(self._by_name)

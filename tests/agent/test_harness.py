@@ -194,6 +194,23 @@ async def test_a_limit_ends_the_chain_although_the_harness_goes_on() -> None:
     assert attempts < 50  # cancelled
 
 
+async def test_actions_may_be_cut_and_the_token_limit_of_the_chain_ends_it() -> None:
+    """A cut action is continued with the end of turn that it lacks; the last one is recorded, but not sent."""
+    reasons = []
+
+    async def goes_on(endpoint: af.Endpoint) -> None:
+        messages: list[dict[str, Any]] = [{"role": "user", "content": "What is 2+3?"}]
+        while True:
+            (choice,) = (await endpoint.chat(messages, TOOLS.schemas))["choices"]
+            reasons.append(choice["finish_reason"])
+            messages += [choice["message"], {"role": "user", "content": "go on"}]
+
+    t = await run_one(goes_on, sampling=af.Sampling(max_tokens=3), max_tokens=8)
+    assert (t.stop, t.reward, t.final, len(t.rows), reasons) == ("chain_tokens", 0, None, 1, ["length"] * 2)
+    assert [(turn.stop, turn.num_tokens) for turn in t.actions] == [("length", n) for n in (3, 3, 2)]
+    assert t.turns[2].text.startswith("<|im_end|>") and af.collate([t], [1.0]).mask.sum() == 8
+
+
 async def test_a_failed_engine_is_not_the_models_fault() -> None:
     t = await run_one(solve, [call("2+3"), RuntimeError("out of memory")])
     assert (t.stop, t.reward) == ("error", None)

@@ -10,6 +10,7 @@ from typing import Any
 
 import dice
 import jsonschema
+import packages
 import pytest
 import torch
 from agents import exact, fresh, random_policy, shipped
@@ -104,30 +105,81 @@ async def test_every_call_and_every_text_matches_its_schema(count: int) -> None:
     assert stops["stop"] > 0.97 * count, stops
 
 
-async def test_logprobs_are_those_of_a_masked_forward_pass() -> None:
+# Names of types in the function documentation of BFCL, which is written by hand
+BFCL_TYPES = {"dict": "object", "float": "number", "tuple": "array", "any": "string"}
+
+
+def json_schema(given: Any) -> Any:
+    """Convert the parameters of a function of BFCL to a JSON schema."""
+    if isinstance(given, list):
+        return [json_schema(value) for value in given]
+    if not isinstance(given, dict):
+        return given
+    made = {key: json_schema(value) for key, value in given.items()}
+    if isinstance(made.get("type"), str):
+        made["type"] = BFCL_TYPES.get(made["type"], made["type"])
+    return made
+
+
+@pytest.mark.long
+async def test_calls_of_a_thousand_real_tools_match_their_schemas(tmp_path: Path) -> None:
+    """The tools are those that users contributed to the Berkeley Function Calling Leaderboard."""
+    packages.install(tmp_path, "bfcl-eval==2026.3.23")
+    paths = sorted((tmp_path / "bfcl_eval/data").glob("*_live_*.json"))
+    lines = [line for path in paths for line in path.read_text(encoding="utf-8").strip().split("\n")]
+    found = {json.dumps(tool["parameters"]): tool for line in lines for tool in json.loads(line)["function"]}
+    given = random.Random(dice.seed()).sample([*found.values()], 1_000)
+    agents = [agent_of(random_policy(length=1024), format=name) for name in ("hermes", "react")]
+    stops: Counter[str] = Counter()
+
+    async def one(i: int) -> None:
+        agent, schema = agents[i % 2], json_schema(given[i]["parameters"])
+        tools = [tool(given[i]["name"], schema)]
+        try:
+            sample = await sampled(agent, constraint_of(agent, tools, must_call=""), i, max_tokens=900)
+        except af.errors.SettingsError as error:  # the schema is invalid
+            stops[str(error)] += 1
+            return
+        stops[sample.stop] += 1
+        if sample.stop != "length":
+            (call,) = agent.chat.parse(sample.ids or (), tools).calls
+            if "a number that is too large" in str(call.error):  # such as 1e999, which JSON schemas allow
+                stops["too large"] += 1
+                return
+            assert call.error is None and call.name == given[i]["name"], call
+            jsonschema.validate(call.arguments, schema)
+
+    await asyncio.gather(*map(one, range(len(given))))
+    print(len(found), stops)
+    assert stops["stop"] > 0.95 * len(given) and stops["too large"] < 0.1 * len(given), stops
+
+
+def check_masked(policy: af.Policy, given: Constraint, sample: af.Sample, temperature: float, gap: float) -> None:
     """`logprobs` are those of the policy, and with the kept mass those of the distribution that was sampled."""
-    policy = shipped()
-    agent = agent_of(policy)
-    grammars = Grammars(policy.chat, policy.vocab_size)
-    prompt = agent.chat.prompt(ASKED)
+    assert sample.ids and sample.logprobs and sample.kept_mass and sample.stop == "stop", sample
+    prompt, grammars = policy.chat.prompt(ASKED), Grammars(policy.chat, policy.vocab_size)
+    with torch.inference_mode():
+        logits = policy.model(torch.tensor([[*prompt, *sample.ids]])).logits[0, len(prompt) - 1 : -1].float()
+    matcher, masks = grammars.matcher(given), []
+    for token in sample.ids:
+        masks.append(allowed_tokens([matcher], policy.vocab_size, logits.device))
+        assert matcher.consume_token(token)
+    logits, at = logits / temperature, torch.tensor(sample.ids)[:, None]
+    masked = logits.masked_fill(~torch.cat([mask for mask in masks if mask is not None]), -torch.inf)
+    for found, expected in (
+        (torch.tensor(sample.logprobs), logits.log_softmax(-1)),
+        (torch.tensor(sample.logprobs) - torch.tensor(sample.kept_mass).log(), masked.log_softmax(-1)),
+    ):
+        torch.testing.assert_close(found, expected.gather(1, at)[:, 0], atol=gap, rtol=0)
+
+
+async def test_logprobs_are_those_of_a_masked_forward_pass() -> None:
+    agent = agent_of(policy := shipped())
     for i, temperature in enumerate((1.0, 0.7, 1.0, 1.3)):
         constraint = constraint_of(agent, TOOLS.schemas, must_call="") if i % 2 else None
         constraint = constraint or constraint_of(agent, (), schema=SCHEMA)
         sample = await sampled(agent, constraint, i, temperature=temperature)
-        assert sample.ids and sample.logprobs and sample.kept_mass and sample.stop == "stop"
-        with torch.inference_mode():
-            logits = policy.model(torch.tensor([[*prompt, *sample.ids]])).logits[0, len(prompt) - 1 : -1].float()
-        matcher, masks = grammars.matcher(constraint), []
-        for token in sample.ids:
-            masks.append(allowed_tokens([matcher], policy.vocab_size, logits.device))
-            assert matcher.consume_token(token)
-        logits, at = logits / temperature, torch.tensor(sample.ids)[:, None]
-        masked = logits.masked_fill(~torch.cat([mask for mask in masks if mask is not None]), -torch.inf)
-        for found, expected in (
-            (torch.tensor(sample.logprobs), logits.log_softmax(-1)),
-            (torch.tensor(sample.logprobs) - torch.tensor(sample.kept_mass).log(), masked.log_softmax(-1)),
-        ):
-            torch.testing.assert_close(found, expected.gather(1, at)[:, 0], atol=1e-5, rtol=0)
+        check_masked(policy, constraint, sample, temperature, 1e-5)
 
 
 def test_the_mass_of_improbable_tokens_is_positive_and_other_filters_apply_to_the_rest() -> None:

@@ -6,6 +6,7 @@ The tests share one engine and run in order; the last tests kill it. Some tests 
 import asyncio
 import gc
 import importlib.util
+import json
 import os
 import re
 import signal
@@ -19,15 +20,18 @@ from typing import Any
 import agents
 import browser
 import errors
+import jsonschema
 import pytest
 import torch
 from cancelling import Whom, cancel_at, some, tasks_left
+from test_constraints import SCHEMA, check_masked, constraint_of, sampled
 from test_fleet import nudge
 from waiting import blocking_until, until
 
 import agentfly_kit as af
 from agentfly_kit.engines.local.sampling import truncate
 from agentfly_kit.engines.vllm import weight_transfer
+from agentfly_kit.samples import Constraint
 from agentfly_kit.trainer.batch_builder import distilled
 
 installed = pytest.mark.skipif(
@@ -118,6 +122,7 @@ async def test_before_it_starts_it_says_what_it_will_be(tmp_path: Path) -> None:
     # vLLM loads every .safetensors file next to the config, so the value head must not be stored there.
     assert [name for name in os.listdir(engine.model) if name.endswith(".safetensors")] == ["model.safetensors"]
     assert (Path(engine.model) / "model.safetensors").exists()
+    assert not engine.constraint_obstacle() and "EOS" in af.VLLMEngine(policy, stop_ids=[5]).constraint_obstacle()
     await engine.close()
     await errors.check(lambda: engine.sample([1], af.Sampling(), 0), af.errors.EngineError, "was closed")
 
@@ -184,6 +189,26 @@ async def test_truncation_is_recorded(engine: af.VLLMEngine, policy: af.Policy) 
         top_k = torch.full((len(logp),), how["top_k"]) if "top_k" in how else None
         kept = truncate(logp.exp(), top_k=top_k, **limits).sum(-1)  # type: ignore[arg-type]
         assert (kept - torch.tensor(sample.kept_mass)).abs().max() <= 1e-4
+
+
+@installed
+@pytest.mark.real
+async def test_constraints_are_passed_on(engine: af.VLLMEngine, policy: af.Policy) -> None:
+    """The grammar is that of `LocalEngine`. Requests in the same batch are not constrained."""
+    agent = agents.agent(policy, engine=engine)
+    form = constraint_of(agent, (), schema=SCHEMA)
+    given = [form, None, constraint_of(agent, agent.tools.schemas, must_call="calculator"), None] * 2
+    samples = await asyncio.gather(
+        *(sampled(agent, one, i, temperature=(1.0, 0.7)[i // 4], max_tokens=100) for i, one in enumerate(given))
+    )
+    for i, (one, sample) in enumerate(zip(given, samples, strict=True)):
+        if one is None:
+            assert sample.kept_mass is None
+        else:
+            check_masked(policy, one, sample, (1.0, 0.7)[i // 4], 1e-4)
+    greedy = await sampled(agent, form, 0, temperature=0.0, max_tokens=100)
+    jsonschema.validate(json.loads(policy.chat.parse(greedy.ids).content), SCHEMA)
+    errors.check(lambda: engine.check_constraint(Constraint((("", '{"not": {}}'),))), af.errors.SettingsError, "not")
 
 
 @installed

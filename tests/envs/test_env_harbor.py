@@ -1,6 +1,7 @@
 """harbor: task folders in a shell sandbox and in containers, invalid folders, and rows in the format of SWE-bench."""
 
 import json
+import shutil
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -226,6 +227,13 @@ new file mode 120000
 
 
 def test_rows_of_swe_bench_that_are_refused(tmp_path: Path, row: dict[str, Any]) -> None:
+    clone = tmp_path / "clones" / "linked"
+    shutil.copytree(tmp_path / "clones" / "adder", clone)
+    (clone / "passwords").symlink_to("/etc/passwd")
+    git = ["git", "-C", str(clone), "-c", "user.name=a", "-c", "user.email=a@b"]
+    subprocess.run([*git, "add", "-A"], check=True)
+    subprocess.run([*git, "commit", "-q", "-m", "second"], check=True)
+    linked = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
     secret = tmp_path / "secret"
     secret.write_text("secret")
     for changes, message in (
@@ -234,6 +242,10 @@ def test_rows_of_swe_bench_that_are_refused(tmp_path: Path, row: dict[str, Any])
         ({"base_commit": f"--output={secret}"}, "a hash as base_commit"),
         ({"base_commit": "f" * 40}, "git archive f"),
         ({"test_patch": "nothing"}, "git apply - failed"),
+        (
+            {"repo": "a/linked", "base_commit": linked},
+            "someone__adder-1 cannot be written: 'passwords' is a link to an absolute path",
+        ),
         ({"test_patch": ESCAPE.format(secret)}, "must add or change a file"),
     ):
         with pytest.raises(af.errors.TaskError, match=message):
@@ -259,6 +271,9 @@ async def test_tasks_with_a_dockerfile_or_an_image(tmp_path: Path, engine: Any) 
     again = await play(built, "cat /usr/made", engine=engine.url)
     assert again.tool_calls[0].result.observation == "made"
     assert engine.names() == []
+    assert engine.podman("image", "ls", "--quiet", "--filter", "label=agentfly.task")
+    engine.podman("image", "prune", "--all", "--force", "--filter", "label=agentfly.task")
+    assert not engine.podman("image", "ls", "--quiet", "--filter", "label=agentfly.task")
 
 
 @pytest.mark.real

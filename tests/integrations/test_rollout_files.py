@@ -131,6 +131,26 @@ def test_files_of_skyrl(tmp_path: Path) -> None:
     (t,) = af.read_rollouts(tmp_path)
     assert (t.reward, t.turns[-1].text, t.stop) == (1.0, "5", "chain_tokens")
     assert t.task.fields["env_extras"] == {"answer": "5"}
+    # The text contains the results of tools, so it is not known which of its tokens were sampled.
+    errors.check(lambda: af.collate([t], imitate=True), af.errors.BatchError, "must have token ids")
+
+
+async def test_samples_of_a_generator_of_skyrl_are_imitated() -> None:
+    """Rows of a `GeneratorOutput`: one reward per row or per token, and a mask that leaves out observations."""
+    prompt, action, seen, answer = (list(chat().encode(text)) for text in ("2+3?", "add", "5", "five"))
+    mask = [1] * len(action) + [0] * len(seen) + [1] * len(answer)
+    columns = ("prompt_token_ids", "response_ids", "rewards", "loss_masks", "stop_reasons", "rollout_logprobs")
+    ids, logprobs = [*action, *seen, *answer], [-0.5] * len(mask)
+    rows = [
+        dict(zip(columns, (prompt, ids, reward, mask, "stop", logprobs), strict=True))
+        for reward in (0.5, [0.0] * (len(mask) - 1) + [1.0])
+    ]
+    rollout = af.read_rollouts(pd.DataFrame(rows), chat=chat())
+    assert [t.reward for t in rollout] == [0.5, 1.0] and len(rollout.groups) == 1
+    batch = af.collate(rollout, imitate=True)
+    assert [batch.ids[0][batch.mask[0]].tolist(), batch.mask.sum().item()] == [action + answer, 2 * sum(mask)]
+    stats = await af.imitate(fresh(), rollout, epochs=8, lr=1e-3)
+    assert stats[-1].loss < stats[0].loss
 
 
 def test_files_of_the_monitor_of_agentfly(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Command-line agents in a sandbox: what they reach, how their chains end, and that nothing is left of them."""
 
 import asyncio
+import dataclasses
 import json
 import random
 import socket
@@ -112,6 +113,10 @@ HOSTILE = {
     "leaves a process": ("subprocess.Popen(['sleep', '1000'], start_new_session=True); ask()", "answered", 1),
     "writes much": ("ask()\nwhile True: print('x' * 9999)", "answered", 1),
     "asks without end": ("while True: ask()", "max_turns", 4),
+    "retries on every error": (
+        "ask()\nwhile True:\n c = http.client.HTTPConnection('127.0.0.1', url.port)\n"
+        " c.request('POST', url.path + '/chat/completions', '{}'); c.getresponse().read()", "harness_failed", 1,
+    ),
     "runs on": (WAITING, "answered", 1),
     "ignores signals": (f"for n in (2, 15): signal.signal(n, signal.SIG_IGN)\n{WAITING}", "answered", 1),
     "sends half a request": (
@@ -158,8 +163,40 @@ async def check_hostile(name: str, level: Any) -> None:
     async with hosted.pools[0] as pool:
         (t,) = await hosted.rollout([TASK])
         assert (t.stop, len(t.actions)) == (stop, actions), (t, t.final)
+        assert t.error is None or "100 requests in a row were refused, the last because messages must" in str(t.error)
         assert pool.snapshot().leased == 0
     await until(lambda: asyncio.all_tasks() <= before)
+
+
+FILLING = """
+ask()
+written = 0
+try:
+    for n in range(1024):
+        with open(f"file{n % 8}", "ab") as file:
+            written += file.write(bytes(1 << 20))
+except OSError as error:
+    print(error.strerror, written >> 20)
+"""
+
+
+@pytest.mark.parametrize("level", ["strict"])
+async def test_an_agent_that_writes_a_gigabyte_fills_its_own_folder_only(level: str) -> None:
+    programs = {"fill": FILLING, "small": "ask(); print(open('x', 'w').write('x' * 9999)); ask()"}
+    texts: dict[str, str] = {}
+
+    async def hosting(endpoint: af.Endpoint, box: af.ShellSandbox, task: af.Task) -> str:
+        texts[task.id] = (await box.run_agent(running_agent(programs[task.id]), endpoint)).text.strip()
+        assert (await box.run("rm -rf * && echo x > y && cat y")).stdout == "x\n"
+        return "5"
+
+    hosted = agent(hosting, level, 2)
+    async with hosted.pools[0] as pool:
+        rollout = await hosted.rollout([dataclasses.replace(TASK, id=name) for name in programs], 2)
+        assert [(t.stop, len(t.actions)) for t in rollout] == [("answered", n) for n in (1, 1, 2, 2)], rollout
+        assert pool.snapshot().leased == 0
+    error, _, size = texts["fill"].rpartition(" ")
+    assert (texts["small"], error) == ("9999", "No space left on device") and int(size) <= 64, texts
 
 
 async def test_a_connection_accepted_just_before_the_end_is_closed() -> None:

@@ -164,6 +164,19 @@ def test_a_short_build_learns() -> None:
     assert float(lines[0].split("loss ")[1].split(",")[0]) < 5.0  # mean over the steps; 6.0 is a uniform guess
 
 
+@pytest.mark.parametrize("format", ["hermes", "react", "code", "search"])
+def test_text_before_a_call_is_encoded_so_that_the_chat_reads_both(format: str) -> None:
+    """In some formats, a call must begin on its own line."""
+    name = {"code": "python", "search": "search"}.get(format, "ask")
+    arguments = {"code": "code", "search": "query"}.get(format, "word")
+    calls = [{"function": {"name": name, "arguments": {arguments: word}}} for word in ("red", "blue")]
+    asked, answer = {"role": "user", "content": "swap"}, {"role": "assistant", "content": "red", "tool_calls": calls}
+    made = af.Chat(af.tiny.tokenizer(), format=format)
+    (turn,) = af.tiny.demonstration(made, [asked, answer]).actions
+    parsed = made.parse(turn.ids or ())
+    assert parsed.content.strip() == "red" and [call.name for call in parsed.calls] == [name] * 2, turn.text
+
+
 def test_a_learner_imitates_conversations(monkeypatch: pytest.MonkeyPatch) -> None:
     progress: list[str] = []
 

@@ -203,9 +203,7 @@ def _quote_keys(text: str) -> str:
     """Convert the parts of a Gemma call outside strings to JSON: quote keys and replace Python constants."""
 
     def word(found: re.Match[str]) -> str:
-        if found.group(2):
-            return f'"{found.group(1)}":'
-        return _CONSTANTS.get(found.group(), found.group())
+        return f'"{found.group(1)}":' if found.group(2) else _CONSTANTS.get(found.group(), found.group())
 
     return _GEMMA_WORD.sub(word, text)
 

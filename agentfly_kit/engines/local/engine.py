@@ -21,6 +21,7 @@ import torch
 
 from agentfly_kit._async.threads import join_busy
 from agentfly_kit.engines.base import Engine
+from agentfly_kit.engines.local import grammar
 from agentfly_kit.engines.local.generation import ContinuousBatch
 from agentfly_kit.engines.local.kv_cache import is_batch_invariant
 from agentfly_kit.engines.local.slots import ROW_MULTIPLE, Request
@@ -75,7 +76,6 @@ class LocalEngine(Engine):
         # The last thread that exited because it was idle; this thread may still be executing torch code.
         self._last_thread: threading.Thread | None = None
         self._exiting = False
-        self._grammars: Any = None
         # Only the engine's thread modifies the batch.
         self._batch = ContinuousBatch(policy, self.slots, alternatives)
         if policy.chat.reader is not None:
@@ -152,24 +152,19 @@ class LocalEngine(Engine):
         session = None if request is None else request.session
         images = () if request is None else request.images
         constraint = None if request is None else request.constraint
-        matcher = None if constraint is None else self._matcher(constraint)
+        matcher = None if constraint is None else self._grammars.matcher(constraint)
         got: Sample = await self._submit(ids, sampling, seed, session, 0, matcher, images)
         return got
 
     def constraint_obstacle(self) -> str:
-        from agentfly_kit.engines.local.grammar import obstacle
-
-        return obstacle(self.policy.chat)
+        return grammar.obstacle(self.policy.chat)
 
     def check_constraint(self, constraint: Constraint) -> None:
-        self._matcher(constraint)
+        self._grammars.matcher(constraint)
 
-    def _matcher(self, constraint: Constraint) -> Any:
-        if self._grammars is None:
-            from agentfly_kit.engines.local.grammar import Grammars
-
-            self._grammars = Grammars(self.policy.chat, self.policy.vocab_size)
-        return self._grammars.matcher(constraint)
+    @functools.cached_property
+    def _grammars(self) -> grammar.Grammars:
+        return grammar.Grammars(self.policy.chat, self.policy.vocab_size)
 
     async def distribution(
         self, ids: Sequence[int], sampling: Sampling, *, top: int = 20, images: Sequence[ImageSpan] = ()

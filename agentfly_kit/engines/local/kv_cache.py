@@ -210,8 +210,7 @@ class KVCache:
         """
         heads = key_states.shape[1]
         if heads not in self._write_index:
-            at = self._positions
-            rows = self._rows
+            at, rows = self._positions, self._rows
             if isinstance(rows, slice):
                 rows = torch.arange(rows.start, rows.stop, device=at.device)
             vectors = rows[:, None] * heads + torch.arange(heads, device=at.device)

@@ -21,12 +21,13 @@ from typing import Any, cast
 
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine, check_scorer
+from agentfly_kit.engines.local import grammar
 from agentfly_kit.engines.vllm.host import EXTRA_COLUMNS, Host, load_config
 from agentfly_kit.engines.vllm.weight_transfer import TRANSFER_CONFIG, architecture, check_architecture
 from agentfly_kit.errors import EngineError, check_value
 from agentfly_kit.policy.loading import read_json
 from agentfly_kit.policy.policy import Policy
-from agentfly_kit.samples import Sample, Sampling, TurnRequest
+from agentfly_kit.samples import Constraint, Sample, Sampling, TurnRequest
 from agentfly_kit.types import ImageSpan
 
 # vLLM raises temperatures below the minimum, so recorded logprobs would be wrong, and rejects those above the maximum.
@@ -42,9 +43,9 @@ class VLLMEngine(Engine):
     garbage-collected, and when this process ends or is killed. Methods may be called from any event loop.
 
     Logprobs are those after temperature and before truncation, entropies are exact, and the probability mass kept by
-    top-p, top-k or min-p is recorded. All three are computed by a modified sampler in vLLM's worker. The engine is not
-    reproducible, because rounding depends on the batch composition, and seeds are not used because they crash vLLM on a
-    CPU. Images are read by vision models; see docs/images.md.
+    top-p, top-k, min-p or a constraint is recorded. All three are computed by a modified sampler in vLLM's worker. The
+    engine is not reproducible, because rounding depends on the batch composition, and seeds are not used because they
+    crash vLLM on a CPU. Images are read by vision models; see docs/images.md.
 
     Args:
         model: Folder in the transformers layout (as written by `Policy.save`), hub name, or Policy. The weights of a
@@ -263,6 +264,7 @@ class VLLMEngine(Engine):
             "disable_log_stats": True,
             "max_logprobs": _MAX_TOP + EXTRA_COLUMNS,
             "weight_transfer_config": TRANSFER_CONFIG,
+            "structured_outputs_config": {"backend": "guidance"},  # reads the grammars of `Grammars`
         }
         if not torch.cuda.is_available():
             sequences = self._engine_args.get("max_num_seqs", settings["max_num_seqs"])
@@ -287,10 +289,12 @@ class VLLMEngine(Engine):
         began = time.perf_counter()
         self._check(ids, sampling)
         host = await self._ready()
-        if sampling.truncates and not host.exact:
+        constraint = None if request is None else request.constraint
+        limited = sampling.truncates or constraint is not None
+        if limited and not host.exact:
             raise EngineError(
-                f"{sampling} must not truncate, because this vLLM does not report the removed probability mass; "
-                "sample without truncation, or use vLLM 0.32"
+                f"actions must be sampled from all tokens, got {sampling} and {constraint}, because this vLLM does not "
+                "report the removed probability mass; use vLLM 0.32"
             )
         limit = min(sampling.max_tokens, self.max_length - len(ids))
         extra = EXTRA_COLUMNS + self.alternatives if host.exact else 0
@@ -307,13 +311,26 @@ class VLLMEngine(Engine):
             "max_tokens": limit,
             "logprobs": extra,
             "logit_bias": self._logit_bias,
+            "structured_outputs": constraint and self._grammars.to_lark(constraint),
         }
         if self.alternatives and not host.exact:
             raise EngineError("this version of vLLM cannot record alternatives; use vLLM 0.32, or alternatives=0")
         version = host.version
         got = await self._generate(host, ids, options, () if request is None else request.images)
         _check_columns(got, 1 + extra)
-        return self._read(got, sampling, host.exact, version, began)
+        return self._read(got, limited, host.exact, version, began)
+
+    def constraint_obstacle(self) -> str:
+        if self.chat.tokenizer.eos_token_id in self.stop_ids:
+            return grammar.obstacle(self.chat)
+        return f"vLLM ends a constrained action with the EOS token, which must be one of stop_ids {self.stop_ids}"
+
+    def check_constraint(self, constraint: Constraint) -> None:
+        self._grammars.matcher(constraint)
+
+    @functools.cached_property
+    def _grammars(self) -> grammar.Grammars:
+        return grammar.Grammars(self.chat, self.vocab_size)
 
     async def _generate(
         self, host: Host, ids: Sequence[int], options: dict[str, Any], images: Sequence[ImageSpan]
@@ -336,7 +353,7 @@ class VLLMEngine(Engine):
         (got,) = found.outputs
         return got
 
-    def _read(self, got: Any, sampling: Sampling, exact: bool, version: int, began: float) -> Sample:
+    def _read(self, got: Any, limited: bool, exact: bool, version: int, began: float) -> Sample:
         ids = tuple(got.token_ids)
         flat = got.logprobs
         at = list(flat.start_indices) if flat is not None else []
@@ -351,7 +368,7 @@ class VLLMEngine(Engine):
             entropies=tuple(flat.logprobs[i + 1] for i in at) if exact else None,
             stop=cast(Any, stop),
             versions=self._versions(got, len(ids), version),
-            kept_mass=tuple(min(1.0, flat.logprobs[i + 2]) for i in at) if exact and sampling.truncates else None,
+            kept_mass=tuple(min(1.0, flat.logprobs[i + 2]) for i in at) if exact and limited else None,
             alternatives=tuple(self._top(flat, i) for i in at) if self.alternatives else None,
             seconds=time.perf_counter() - began,
         )

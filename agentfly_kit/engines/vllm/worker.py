@@ -7,6 +7,7 @@ import this module. The module was tested with vLLM 0.32 on a CPU; for vLLM 0.26
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker import gpu_model_runner
 
 from agentfly_kit.engines.vllm.host import EXTRA_COLUMNS, exit_with
 from agentfly_kit.engines.vllm.weight_transfer import BACKEND, TensorInfo, architecture, open_weights, read_weights
@@ -37,10 +39,13 @@ class WorkerExtension:
     def agentfly_prepare(self, parent_pid: int) -> bool:
         """Kill this process when its parent exits, and return True if the exact sampler could be installed."""
         exit_with(parent_pid, os.getppid(), os.getpid())
-        sampler = getattr(self.model_runner, "sampler", None)
+        sampler: Any = getattr(self.model_runner, "sampler", None)
         if type(sampler) is not Sampler or hasattr(self.model_runner, "rejection_sampler"):
             return False
         sampler.__class__ = ExactSampler
+        gpu_model_runner.apply_grammar_bitmask = functools.partial(
+            sampler.hold_mask, gpu_model_runner.apply_grammar_bitmask
+        )
         return True
 
     def agentfly_describe(self) -> dict[str, Any]:
@@ -132,14 +137,22 @@ class ExactSampler(Sampler):  # type: ignore[misc]
 
     vLLM returns logprobs either before temperature or after truncation, and no entropies. With this sampler, a request
     with `logprobs=2 + k` returns for each token its logprob after temperature and before truncation, the entropy of
-    that distribution, the probability mass kept by truncation, and the k highest logprobs.
+    that distribution, the probability mass kept by truncation and by a grammar, and the k highest logprobs.
     """
 
     extra: Any = None
+    mask: Any = None  # 0 for the tokens that grammars allow, otherwise -inf
+
+    def hold_mask(self, apply: Any, scheduled: Any, bits: Any, batch: Any, logits: Any) -> None:
+        """Store the mask instead of applying it, because `sample` also needs the logits without it."""
+        self.mask = torch.zeros_like(logits)
+        apply(scheduled, bits, batch, self.mask)
 
     def sample(self, logits: Any, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+        mask, self.mask = self.mask, None
+        allowed = logits if mask is None else logits + mask
         if sampling_metadata.max_num_logprobs is None:
-            return super().sample(logits, sampling_metadata, *args, **kwargs)
+            return super().sample(allowed, sampling_metadata, *args, **kwargs)
         scaled = logits
         if sampling_metadata.temperature is not None:
             temperature = sampling_metadata.temperature
@@ -149,10 +162,8 @@ class ExactSampler(Sampler):  # type: ignore[misc]
         whole = torch.log_softmax(scaled, dim=-1, dtype=torch.float32)
         p = whole.exp()
         entropy = -torch.where(p > 0, p * whole, torch.zeros_like(p)).sum(-1)
-        sampled, processed = super().sample(logits, sampling_metadata, *args, **kwargs)
-        kept = torch.ones_like(entropy)
-        if processed is not None:
-            kept = torch.where(processed > -torch.inf, p, torch.zeros_like(p)).sum(-1)
+        sampled, processed = super().sample(allowed, sampling_metadata, *args, **kwargs)
+        kept = torch.where((allowed if processed is None else processed) > -torch.inf, p, torch.zeros_like(p)).sum(-1)
         self.extra = torch.stack([entropy, kept], dim=-1)
         return sampled, whole
 

@@ -72,10 +72,8 @@ def type_factor(product: Product, goal: Mapping[str, Any], nouns: Nouns) -> floa
     title = len(set(have) & set(wanted)) / len(wanted) if wanted else 0.2
     shelves = (_levels(product.product_category), _levels(goal["product_category"]))
     match = product.query == goal["query"] or len(shelves[0] & shelves[1]) >= 2 or title > 0.2
-    if title == 0.0:
-        return 0.0
     if title < 0.1:
-        return 0.1
+        return 0.1 if title else 0.0
     return 1.0 if match else 0.5
 
 

@@ -386,10 +386,9 @@ class _Process:
         result = self._agree(number, update)
         if isinstance(result, Stats):
             result = dataclasses.replace(result, batch=None)
-        weights = self.policy.state()
-        if not self.accelerator.is_main_process:
-            weights = {}
-        return result, self.policy.version, {k: v.detach().cpu() for k, v in weights.items()}
+        weights = self.policy.state()  # a collective call
+        kept = weights.items() if self.accelerator.is_main_process else ()
+        return result, self.policy.version, {k: v.detach().cpu() for k, v in kept}
 
     def score(
         self,

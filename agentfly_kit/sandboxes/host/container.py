@@ -27,6 +27,7 @@ from .stream import ContainerUsage, Stream
 _MEBIBYTE = 2**20
 _OWN_MEMORY = 24  # MB for the zygote, in addition to the sandbox's limit
 _LABEL = "agentfly.maker"
+_IMAGE_LABELS = {"agentfly.task": "true"}  # of images that `build_image` builds, for `podman image prune --filter`
 _HOME = "/tmp"
 _USER = "65534:65534"
 # Capabilities of root in a writable container, which package managers need to install files of other users.
@@ -234,7 +235,9 @@ def _build_image(api: Any, folder: str, tag: str, timeout: float) -> None:
 
     lines: list[str] = []
     try:
-        for part in api.build(path=folder, tag=tag, rm=True, forcerm=True, decode=True, timeout=timeout):
+        for part in api.build(
+            path=folder, tag=tag, labels=_IMAGE_LABELS, rm=True, forcerm=True, decode=True, timeout=timeout
+        ):
             lines += str(part.get("stream", part.get("error", ""))).strip().splitlines()
             if "error" in part:
                 break

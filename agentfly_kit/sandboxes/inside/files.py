@@ -154,9 +154,7 @@ def read(path: str, start: int, end: int | None, numbers: bool, max_chars: int) 
         raise Refused(f"the first line must be at least 1 and at most the last line, got {start} and {end}")
     if start > max(1, len(lines)):
         raise Refused(f"{path!r} has {len(lines)} lines; there is no line {start}")
-    shown = lines[start - 1 : end]
-    if numbers:
-        shown = [f"{number:6}\t{line}" for number, line in enumerate(shown, start)]
+    shown = [f"{i:6}\t{line}" if numbers else line for i, line in enumerate(lines[start - 1 : end], start)]
     size, fit = 0, 0
     for line in shown:
         size += len(line)

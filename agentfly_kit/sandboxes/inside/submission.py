@@ -99,8 +99,7 @@ def answer(question: str) -> str:
             return dump_json(_next(on))
         args = decode(request["args"], get_object)
         named = {name: decode(each, get_object) for name, each in request["named"].items()}
-        value = OPERATIONS[request["op"]](on, *args, **named)
-        return dump_json({"value": encode(value, keep_object)})
+        return dump_json({"value": encode(OPERATIONS[request["op"]](on, *args, **named), keep_object)})
     except MemoryError:
         raise
     except (Exception, SystemExit) as error:

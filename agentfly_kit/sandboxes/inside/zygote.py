@@ -219,9 +219,7 @@ class Zygote:
         """Return the number of living descendants; None if the kernel does not list the children of a process."""
         self.reap()
         found = descendants(os.getpid())
-        if self.worker and self.worker not in found:
-            return None
-        return sum(not is_dead(pid) for pid in found)
+        return None if self.worker and self.worker not in found else sum(not is_dead(pid) for pid in found)
 
     def kill_all(self, notify: bool = False) -> None:
         """Kill and reap all descendants. If `notify` is True, report the interpreter's exit to the host."""
