@@ -52,6 +52,8 @@ class ChainsView(Opener):
     # The picked chain as {"id", "name", "agent"}; empty if no chain is picked.
     _chain = traitlets.Dict().tag(sync=True)
     _cell = traitlets.Dict().tag(sync=True)
+    # Trajectory of the TokenView, which has only a weak reference to it.
+    _shown: Any = None
 
     def _trajectory(self, id: str) -> Any:
         raise NotImplementedError
@@ -95,7 +97,8 @@ class ChainsView(Opener):
         """Show the tokens of the picked chain, or of the chain with the given id."""
         if value is not None:
             self.pick(value)
-        self._show_below(TokenView(self._trajectory(self._picked_id()), agent=self._agent_for()))
+        self._shown = self._trajectory(self._picked_id())
+        self._show_below(TokenView(self._shown, agent=self._agent_for()))
 
     def _do_chain_stepper(self, _: Any) -> None:
         self._show_below(ChainStepper(self._agent_for(), self._trajectory(self._picked_id())))

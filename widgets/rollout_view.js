@@ -85,7 +85,7 @@ export default {
         const put = (node, text) => { if (node.textContent !== text) node.textContent = text; };
         const list = windowed({
           row: 24,
-          label: "Chains. Arrow keys move, Enter opens the tokens of a finished chain, Space selects it.",
+          label: "Chains. Arrow keys move, Enter opens the tokens of a chain, Space selects it.",
           fill(box, at) {
             const i = rows[at];
             if (!box.parts) {

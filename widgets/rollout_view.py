@@ -15,6 +15,7 @@ from ._base import LiveView
 from ._chain_code import _named
 from ._chains import ChainsView
 from ._format import count, escape, number, pack, sendable, shared_prefix, tag
+from .token_view import TokenView
 
 STATES = ("queued", "waiting", "sampling", "sandbox", "tool", "scoring", "done", "failed", "cancelled")
 # The page shows a chain in state "done" as "succeeded", "done" (no success) or "unscored" (no reward).
@@ -67,9 +68,10 @@ class RolloutView(ChainsView, LiveView):
     tasks; a menu selects other orders. Finished chains are marked as succeeded, not succeeded or unscored (see
     `Trajectory.success`), and a bar shows the reward. If chains have no reward, a hint shows how to rerun them.
 
-    Pick a finished chain to show its tokens, step through it, or convert it to code; `view.selection` contains this
-    chain. The buttons also work while a cell awaits the run. The view updates at most 10 times per second, regardless
-    of the number of chains. `view.counts` contains the counts last sent to the page.
+    Pick a running or finished chain to show its tokens, step through it, or convert it to code; `view.selection`
+    contains this chain. For a running chain, the tokens of further turns are added; for one of a harness, they are the
+    rows of its requests. The buttons also work while a cell awaits the run. The view updates at most 10 times per
+    second, regardless of the number of chains. `view.counts` contains the counts last sent to the page.
 
     Args:
         run: The handle returned by `agent.rollout(...)`, before or while it is awaited; or the handle of a training
@@ -164,6 +166,10 @@ class RolloutView(ChainsView, LiveView):
                 "reward": pack([np.nan if c.reward is None else c.reward for c in s.chains]),
             }
             self._about = self._summary(handle, s)
+        if isinstance(self.opened, TokenView) and (now := self._find(self._picked_id())) is not None:
+            was = self._shown
+            if (len(now.turns), now.stop, now.reward) != (len(was.turns), was.stop, was.reward):
+                self._do_chain_tokens(None)
 
     def _summary(self, handle: Any, s: Any) -> dict[str, Any]:
         counts = dict.fromkeys(RESULTS, 0)
@@ -233,12 +239,16 @@ class RolloutView(ChainsView, LiveView):
 
     # --- chains ---
 
-    def _trajectory(self, id: str) -> Any:
+    def _find(self, id: str) -> Any:
+        """Return the chain with an id as on the page, if it is running or finished and has a turn."""
         handle = self._handle()
-        chains = () if handle is None else handle.partial.trajectories
-        found = next((t for t in chains if sendable(t.id) == id), None)
+        found = None if handle is None else next((handle.find(i) for i in self._ids if sendable(i) == id), None)
+        return found if found is not None and found.turns else None
+
+    def _trajectory(self, id: str) -> Any:
+        found = self._find(id)
         if found is None:
-            raise LookupError(f"{id} has not finished, or its run no longer exists")
+            raise LookupError(f"{id} has not started, or its run no longer exists")
         return found
 
     def _agent_for(self) -> Any:

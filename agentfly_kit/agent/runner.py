@@ -106,6 +106,10 @@ class RolloutHandle(Handle[Rollout], Displayable):
         rollout = Rollout.from_trajectories(done, self._progress.seconds, not_run, self._forks_refused)
         return dataclasses.replace(rollout, splits=self._request.splits)
 
+    def find(self, id: str) -> Trajectory | None:
+        """Return a finished chain, or an unscored trajectory with the turns so far of a running one; otherwise None."""
+        return self._done.get(id) or next((chain.snapshot() for chain in self._running if chain.id == id), None)
+
     def snapshot(self) -> RolloutSnapshot:
         """Return the current state of every chain. A snapshot is cheap enough to be taken several times per second."""
         waiting = {

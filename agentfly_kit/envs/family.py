@@ -11,7 +11,7 @@ import importlib.util
 import os
 import random
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -23,7 +23,7 @@ from agentfly_kit.agent.agent import Agent
 from agentfly_kit.chat.chat import Chat
 from agentfly_kit.engines.base import Engine
 from agentfly_kit.envs import base
-from agentfly_kit.errors import SettingsError, TaskError, check_count, check_instance
+from agentfly_kit.errors import SettingsError, TaskError, check_count, check_instance, check_value
 from agentfly_kit.samples import Sample, Sampling, TurnRequest
 from agentfly_kit.tasks import Tasks
 from agentfly_kit.types import Message, Task, ToolCall, text_of
@@ -131,7 +131,8 @@ class Family(Displayable):
         """Return the tasks of one split, or of both. The same seed gives the same tasks.
 
         Args:
-            n: number of tasks per split; by default the number in `splits`, or all tasks if there are fewer.
+            n: number of tasks per split, at most a million; by default the number in `splits`, or all tasks if there are
+            fewer.
             split: "train" or "test"; by default both.
             seed: selects the tasks.
             **options: further arguments of the family's function `rows`.
@@ -144,7 +145,7 @@ class Family(Displayable):
             raise SettingsError(
                 f"split must be {' or '.join(map(repr, self.splits))}, or None for both, got {split!r}"
             )
-        check_count("n", n, optional=True)
+        check_value("n", n, "int | None", "of at least 1 and at most 1000000")  # see `first_world`
         check_count("seed", seed, 0)
         rows: list[dict[str, Any]] = []
         for name, count in self.splits.items():
@@ -221,7 +222,8 @@ class Family(Displayable):
 
 def check_kinds(kinds: Sequence[str], known: Sequence[str]) -> None:
     """Raise SettingsError unless `kinds` is a list with some of the known kinds of tasks."""
-    if isinstance(kinds, str) or not kinds or not set(kinds) <= set(known):
+    listed = isinstance(kinds, Collection) and not isinstance(kinds, str)
+    if not listed or not kinds or any(kind not in known for kind in kinds):
         raise SettingsError(f"kinds must be a list with some of {', '.join(map(repr, known))}, got {kinds!r}")
 
 

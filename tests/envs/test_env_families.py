@@ -79,7 +79,7 @@ def test_tasks_are_reproducible_and_splits_disjoint(name: str) -> None:
     assert [t.messages for t in of.tasks(n // 2, "test")] == [t.messages for t in tasks.test[: n // 2]]
     for wrong, words in (
         ({"split": "dev"}, "split must be 'train' or 'test', or None for both, got 'dev'"),
-        ({"n": 0}, "n must be an integer of at least 1 or None, got 0"),
+        ({"n": 0}, "n must be an integer of at least 1 and at most 1000000 or None, got 0"),
         *(({"seed": seed}, "seed must be an integer of at least 0, got") for seed in (-1, 1.5, "x", True)),
     ):
         errors.check(lambda: of.tasks(**{"n": 1} | wrong), af.errors.SettingsError, words)

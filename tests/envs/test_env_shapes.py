@@ -49,7 +49,7 @@ def test_the_answers_follow_from_the_pixels() -> None:
 def test_the_kinds_of_tasks_can_be_chosen(of: Any, kinds: str) -> None:
     first, *_, last = of.KINDS
     assert [task.fields["kind"] for task in of.tasks(4, "test", kinds=[first, last])] == [first, last] * 2
-    for wrong in (first, [], ["size"]):
+    for wrong in (first, [], ["size"], [["size"]], 3):
         errors.check(
             lambda: of.tasks(1, kinds=wrong),
             af.errors.SettingsError,

@@ -199,7 +199,7 @@ async def test_a_view_opened_after_the_training_shows_its_last_rollout() -> None
     assert view.counts["done"] == view._about["total"] == 4
 
 
-async def test_a_chain_that_is_over_is_opened_from_its_lane() -> None:
+async def test_chains_are_opened_from_their_lanes() -> None:
     gate = asyncio.Event()
 
     @af.tool
@@ -218,8 +218,8 @@ async def test_a_chain_that_is_over_is_opened_from_its_lane() -> None:
     task = asyncio.ensure_future(run._wait())
     await until(lambda: view.counts["done"] == 1 and view.counts["tool"] == 1)
     over, going = (view._names[i] for i in sorted((0, 1), key=lambda i: states(view)[i] == "tool"))
-    await press(view, "chain", going)
-    assert "has not finished" in view._notice and len(view.selection) == 0
+    await press(view, "chain_tokens", "g/9")
+    assert "g/9 has not started" in view._notice and len(view.selection) == 0
     await press(view, "chain_tokens", over)
     assert (view._notice, view.opened.trajectories[0].id) == ("", over)
     assert list(view.selection.to_frame()["trajectory"]) == [over]
@@ -227,8 +227,14 @@ async def test_a_chain_that_is_over_is_opened_from_its_lane() -> None:
     assert isinstance(view.opened, w.ChainStepper) and view.opened.chain.agent is agent
     await press(view, "chain_code")
     assert f"for t in run.partial if t.id == {over!r}" in view._cell["text"]
+    await press(view, "chain_tokens", going)
+    assert view._notice == "" and view.opened.trajectories[0].stop == "cancelled"
+    before = view.opened.tokens
     gate.set()
     rollout = await task
+    await until(lambda: view.opened.trajectories[0].stop == "answered")
+    assert view.opened.tokens > before and view.opened.trajectories[0] is next(t for t in rollout if t.id == going)
+    await press(view, "chain_stepper")
     found: dict[str, Any] = {"agent": agent, "run": run}
     exec(view._cell["text"], found)
     assert found["trajectory"] is next(t for t in rollout if t.id == over)
