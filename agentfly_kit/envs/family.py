@@ -131,8 +131,8 @@ class Family(Displayable):
         """Return the tasks of one split, or of both. The same seed gives the same tasks.
 
         Args:
-            n: number of tasks per split, at most a million; by default the number in `splits`, or all tasks if there are
-            fewer.
+            n: number of tasks per split, at most a million; by default the number in `splits`, or all tasks if there
+                are fewer.
             split: "train" or "test"; by default both.
             seed: selects the tasks.
             **options: further arguments of the family's function `rows`.
