@@ -315,14 +315,16 @@ class Turn(Displayable):
     `sampled` is True if and only if the policy sampled every id of the turn and the engine reported the logprobs.
 
     Attributes:
-        kind: "prompt", "action", "observation" or "forced".
+        kind: "prompt", "action", "observation" or "forced": a whole action with messages, or the beginning of the next
+            action, without.
         author: "task" (prompt), "policy", "script", "person", "tool", "hook", or the name of a role.
         ids: Token ids; None for text-only engines.
         logprobs, entropies, kept_mass, versions: Per-token values; see `Sample`. Sampled turns have logprobs and
             versions.
         text: Decoded ids, for display and parsing, which are never re-encoded.
         token_texts: Text of each token, for token views.
-        messages: Content of the turn as chat messages, for rewards, text-only engines and display.
+        messages: Content of the turn as chat messages, for rewards, text-only engines and display. An action has one,
+            with "content", "thinking" if there is any, and "tool_calls".
         tool_calls: Tool calls of an action. The following observation has the same calls with their results.
         stop: Reason why the engine stopped sampling an action; see `Sample.stop`.
         reward: Turn reward, credited to the last preceding action token.

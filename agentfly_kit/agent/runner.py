@@ -107,8 +107,9 @@ class RolloutHandle(Handle[Rollout], Displayable):
         return dataclasses.replace(rollout, splits=self._request.splits)
 
     def find(self, id: str) -> Trajectory | None:
-        """Return a finished chain, or an unscored trajectory with the turns so far of a running one; otherwise None."""
-        return self._done.get(id) or next((chain.snapshot() for chain in self._running if chain.id == id), None)
+        """Return a finished chain, or the turns so far of a running one, with the stop "running"; otherwise None."""
+        running = next((chain for chain in self._running if chain.id == id), None)
+        return self._done.get(id) if running is None else running.snapshot().replace(stop=running.stop or "running")
 
     def snapshot(self) -> RolloutSnapshot:
         """Return the current state of every chain. A snapshot is cheap enough to be taken several times per second."""

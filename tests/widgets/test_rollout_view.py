@@ -228,7 +228,7 @@ async def test_chains_are_opened_from_their_lanes() -> None:
     await press(view, "chain_code")
     assert f"for t in run.partial if t.id == {over!r}" in view._cell["text"]
     await press(view, "chain_tokens", going)
-    assert view._notice == "" and view.opened.trajectories[0].stop == "cancelled"
+    assert view._notice == "" and view.opened.trajectories[0].stop == "running"
     before = view.opened.tokens
     gate.set()
     rollout = await task
