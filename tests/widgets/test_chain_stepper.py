@@ -390,9 +390,8 @@ async def test_a_trajectory_of_another_agent_or_a_lost_sandbox_is_refused() -> N
         "must begin with the prompt of this agent",
     )
 
-    @af.tool
+    @af.tool(describe="optional")
     async def look(sandbox: agents.Box) -> str:
-        """Look."""
         return "seen"
 
     async with af.Pool(agents.Box, size=1) as pool:
