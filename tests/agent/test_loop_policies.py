@@ -241,11 +241,10 @@ async def test_a_limit_that_ends_a_summary_ends_the_chain(summary: str) -> None:
     assert (t.stop, t.error, t.reward, len(t.rows)) == ("chain_tokens", None, 0.0, 2)
 
 
-async def test_a_context_without_room_for_a_summary_ends_the_chain() -> None:
-    t = await summarized([CALL] * 8, tokens=400)
+@pytest.mark.parametrize("limit", [{"tokens": 400}, {"rows": 1}], ids=str)
+async def test_a_context_without_room_for_a_summary_ends_the_chain(limit: dict[str, int]) -> None:
+    t = await summarized([CALL] * 8, **limit)
     assert (t.stop, t.reward) == ("context_full", 0.0)
-    t = await summarized([CALL] * 8, rows=1)
-    assert t.stop == "context_full"
 
 
 async def test_hooks_work_with_a_policy() -> None:
