@@ -4,7 +4,6 @@ import dataclasses
 import html
 import importlib.util
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -66,21 +65,20 @@ def healthy() -> list[af.Trajectory]:
 # --- input -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("given", [{}, {"rollout": 3}, {"batch": []}, {"stats": {}}, {"records": []}])
-def test_nothing_to_examine_and_other_types_are_rejected(given: Any) -> None:
-    errors.check(
-        lambda: af.diagnose(**({"rollout": None} | given)), af.errors.SettingsError, re.compile(r"must be|needs")
-    )
-    errors.check(lambda: af.diagnose(af.Rollout(())), af.errors.SettingsError, "at least one chain")
-
-
-def test_a_batch_of_other_chains_is_rejected() -> None:
+def diagnosed_with_others() -> af.Findings:
     chains = healthy()
-    errors.check(
-        lambda: af.diagnose(rollout(*chains[:3]), af.collate(chains[3:], af.advantages.grpo)),
-        af.errors.SettingsError,
-        "`batch` must contain only chains of `rollout`, got 'a/3'",
-    )
+    return af.diagnose(rollout(*chains[:3]), af.collate(chains[3:], af.advantages.grpo))
+
+
+test_errors = errors.rejected(
+    (lambda: af.diagnose(None), af.errors.SettingsError, "diagnose needs a rollout with at least one chain, a batch"),
+    (lambda: af.diagnose(None, records=[]), af.errors.SettingsError, "diagnose needs a rollout"),
+    (lambda: af.diagnose(3), af.errors.SettingsError, "rollout must be a Rollout or None, got 3"),  # type: ignore[arg-type]
+    (lambda: af.diagnose(None, batch=[]), af.errors.SettingsError, "batch must be a Batch or None, got []"),  # type: ignore[arg-type]
+    (lambda: af.diagnose(None, stats={}), af.errors.SettingsError, "stats must be a Stats or None, got {}"),  # type: ignore[arg-type]
+    (lambda: af.diagnose(af.Rollout(())), af.errors.SettingsError, "at least one chain"),
+    (diagnosed_with_others, af.errors.SettingsError, "`batch` must contain only chains of `rollout`, got 'a/3'"),
+)  # fmt: skip
 
 
 def test_a_rollout_without_scored_chains_is_a_finding() -> None:

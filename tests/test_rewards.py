@@ -344,15 +344,11 @@ class Judge:
         return 0.0
 
 
-@pytest.mark.parametrize(
-    ("function", "words"),
-    [
-        (vague, "vague: parameter 'sandbox' must have a type, for example sandbox: af.PythonSandbox"),
-        (Judge.judge, "judge: a reward must not be an unbound method"),
-    ],
-)
-def test_invalid_rewards_are_rejected_when_decorated(function: Any, words: str) -> None:
-    errors.check(lambda: af.reward(function), af.errors.RewardError, words)
+test_invalid_rewards_are_rejected_when_decorated = errors.rejected(
+    (lambda: af.reward(vague), af.errors.RewardError,
+     "vague: parameter 'sandbox' must have a type, for example sandbox: af.PythonSandbox"),
+    (lambda: af.reward(Judge.judge), af.errors.RewardError, "judge: a reward must not be an unbound method"),
+)  # fmt: skip
 
 
 def test_a_fingerprint_includes_the_settings() -> None:

@@ -89,9 +89,10 @@ def test_an_unknown_keyword_names_the_closest_one(function: Any, keyword: str, c
     assert close in inspect.signature(function).parameters, "help and completion show the signature"
 
 
-def test_a_keyword_of_another_function_is_named_with_it() -> None:
-    errors.check(lambda: af.TrainConfig(max_new_tokens=9), TypeError, "did you mean 'max_tokens' of af.Sampling?")  # type: ignore[call-arg]
-    errors.check(lambda: af.TrainConfig(temperature=1), TypeError, "did you mean 'temperature' of af.Sampling?")  # type: ignore[call-arg]
+test_a_keyword_of_another_function_is_named_with_it = errors.rejected(
+    (lambda: af.TrainConfig(max_new_tokens=9), TypeError, "did you mean 'max_tokens' of af.Sampling?"),  # type: ignore[call-arg]
+    (lambda: af.TrainConfig(temperature=1), TypeError, "did you mean 'temperature' of af.Sampling?"),  # type: ignore[call-arg]
+)
 
 
 async def test_a_call_that_cannot_begin_warns_of_no_missing_await() -> None:

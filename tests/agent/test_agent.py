@@ -112,16 +112,22 @@ async def staggered(task: af.Task, turn: int) -> str:
     return "5"
 
 
-async def test_stop_returns_the_finished_chains() -> None:
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_stopping_and_cancelling_keep_the_finished_chains(cancelled: bool) -> None:
     a = scripted(staggered)
     run = a.rollout(numbered(9))
     waiting = asyncio.create_task(run)
     await until(lambda: len(run.partial) == 4)
-    run.stop()
-    rollout = await asyncio.wait_for(waiting, GUARD)
-    assert [t.task.id for t in rollout] == ["t0", "t1", "t2", "t3"]
-    assert a.last_run is run and run.partial == rollout
+    if cancelled:
+        waiting.cancel()
+        kept = "4 of 9 chains have finished and are kept in agent.last_run"
+        await errors.check(lambda: waiting, asyncio.CancelledError, kept)
+        assert run.snapshot().state == "interrupted"
+    else:
+        run.stop()
+        assert await asyncio.wait_for(waiting, GUARD) == run.partial
     await until(lambda: not tasks_left())
+    assert a.last_run is run and [t.task.id for t in run.partial] == ["t0", "t1", "t2", "t3"]
 
 
 async def collect(run: af.RolloutHandle) -> list[Any]:
@@ -136,27 +142,13 @@ async def test_stop_before_the_start(how: Any) -> None:
     await until(lambda: not tasks_left())
 
 
-async def test_cancelling_the_awaiting_task_keeps_the_finished_chains() -> None:
-    a = scripted(staggered)
-    run = a.rollout(numbered(9))
-    waiting = asyncio.create_task(run)
-    await until(lambda: len(run.partial) == 4)
-    waiting.cancel()
-    await errors.check(
-        lambda: waiting, asyncio.CancelledError, "4 of 9 chains have finished and are kept in agent.last_run"
-    )
-    await until(lambda: not tasks_left())
-    assert (len(a.last_run.partial), run.snapshot().state) == (4, "interrupted")
-
-
 async def test_repeated_cancellation_releases_all_leases() -> None:
     class Slow(Box):
         async def reset(self) -> None:
             await asyncio.sleep(0.05)
 
-    @af.tool
+    @af.tool(describe="optional")
     async def put_slow(text: Text, box: Slow) -> None:
-        """Put."""
         await asyncio.Event().wait()
 
     async with af.Pool(Slow, size=4) as pool:
@@ -276,9 +268,8 @@ async def test_every_start_event_has_an_end_event_despite_failures() -> None:
         await doze() if rng.random() < 0.3 else await asyncio.sleep(0)
         return put_call("x") * rng.randrange(1, 4) if rng.random() < 0.7 else rng.choice(["5", "<tool_call>{"])
 
-    @af.tool(name="put", timeout=0.002)
+    @af.tool(name="put", timeout=0.002, describe="optional")
     async def bad_put(text: Text, box: Box) -> str:
-        """Put."""
         await doze(SystemExit)
         return await box.run(text)
 

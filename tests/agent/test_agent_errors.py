@@ -99,6 +99,9 @@ test_errors_of_rollouts = errors.rejected(
     (lambda: recorded().to_frame("rows"), SettingsError, "kind must be one of 'trajectories', 'turns', 'tokens'"),
     (lambda: recorded().diff(af.Rollout()), SettingsError, "no task in common"),
     (lambda: af.Rollout.load("none.jsonl"), RunError, "cannot be read"),
+    (lambda: af.train(agent(), agent().engine.policy, [af.Task("t", TASK.messages, {"answer": "5", "x": object()})],
+                      af.TrainConfig(steps=1, save_rollouts=True)),
+     RunError, "task 't' cannot be saved as JSON: got a object"),
 )  # fmt: skip
 
 

@@ -199,9 +199,8 @@ def test_event_loop_that_ends_during_a_rollout_leaves_nothing(how: str) -> None:
     b = agent(policy, sampling=af.Sampling(max_tokens=40))
     wanted = [t.ids.tolist() for t in asyncio.run(b.rollout(tasks(3)))]
 
-    @af.tool(name="put_forking")
+    @af.tool(name="put_forking", describe="optional")
     async def forever(text: Text, box: ForkingBox) -> None:
-        """Put."""
         await asyncio.Event().wait()
 
     stuck = a.replace(tools=[calculator, forever])

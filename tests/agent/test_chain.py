@@ -115,9 +115,8 @@ async def test_observation_closes_a_turn_ended_by_a_stop_string() -> None:
     assert (t.turns[-1].text, t.reward) == ("5 END and more", 1.0)
 
 
-@af.tool
+@af.tool(describe="optional")
 def stopper(text: Text) -> af.ToolResult:
-    """Stop."""
     return af.ToolResult(True, "over", done=True, reward=0.25)
 
 
@@ -169,9 +168,8 @@ async def test_a_prompt_that_leaves_no_room_for_an_action_is_reported_before_the
     ],
 )
 async def test_observation_without_following_action_is_not_in_the_row(settings: dict[str, Any], stop: str) -> None:
-    @af.tool
+    @af.tool(describe="optional")
     def talk(expression: Text) -> str:
-        """Talk."""
         return "word " * 200
 
     t = await played([call("1+1", "talk"), "5"], tools=[talk], **settings).chain(TASK).run()
@@ -195,9 +193,8 @@ async def test_max_tokens_of_a_chain_is_not_exceeded() -> None:
 async def test_unclosed_call_is_not_run() -> None:
     ran: list[str] = []
 
-    @af.tool
+    @af.tool(describe="optional")
     def spy(expression: Text) -> str:
-        """Spy."""
         ran.append(expression)
         return ""
 
@@ -222,9 +219,8 @@ async def test_valid_call_resets_the_count_of_invalid_calls() -> None:
 
 
 async def test_tool_reward_is_placed_on_the_calling_action() -> None:
-    @af.tool
+    @af.tool(describe="optional")
     def give(text: Text) -> af.ToolResult:
-        """Give."""
         return af.ToolResult(True, "ok", reward=float(text))
 
     two = put_call("0.25", "give") + put_call("0.5", "give")
@@ -239,9 +235,8 @@ async def test_tool_reward_is_placed_on_the_calling_action() -> None:
 
 @pytest.mark.parametrize("where", ["sampling", "tool"])
 async def test_timeout_of_a_chain(where: str) -> None:
-    @af.tool
+    @af.tool(describe="optional")
     async def hang(text: Text) -> None:
-        """Hang."""
         await asyncio.Event().wait()
 
     async with af.Pool(Box, size=1) as pool:
@@ -283,13 +278,9 @@ async def test_invalid_calls_name_a_valid_one() -> None:
     await errors.check(chain.step, af.errors.SettingsError, "finished")
 
 
-async def test_unfinished_chain_is_unscored() -> None:
-    chain = await stepped(played([call("1+1"), "5"]).chain(TASK))
-    t = await chain.finish()
+async def test_unfinished_chain_is_unscored_and_a_closed_one_cannot_be_scored() -> None:
+    t = await (await stepped(played([call("1+1"), "5"]).chain(TASK))).finish()
     assert (t.stop, t.reward) == ("cancelled", None)
-
-
-async def test_closed_chain_cannot_be_scored() -> None:
     chain = played(["5"]).chain(TASK)
     await chain.close()
     await chain.close()
@@ -333,24 +324,20 @@ async def test_chain_continues_after_a_cancelled_sample() -> None:
     await chain.close()
 
 
-async def test_distribution_matches_sampling_and_does_not_change_the_chain() -> None:
+async def test_distribution_matches_sampling_and_a_greedy_turn_is_rejected_for_training() -> None:
     chain = agent().chain(TASK)
     seen = await chain.distribution(top=3)
     assert chain.turns[-1].kind == "prompt"
     with_it = (await chain.sample()).ids
     assert (await agent().chain(TASK).sample()).ids == with_it
-    assert (await agent().chain(TASK).sample(greedy=True)).ids[0] == seen.ids[0]  # type: ignore[index]
+    greedy = agent().chain(TASK)
+    assert (await greedy.sample(greedy=True)).ids[0] == seen.ids[0]  # type: ignore[index]
+    t = (await greedy.finish()).replace(reward=1.0)
+    errors.check(lambda: af.collate([t]), af.errors.BatchError, "greedily")
     assert len(seen.texts) == 3 and "entropy" in repr(seen)
 
 
-async def test_greedy_turn_is_rejected_for_training() -> None:
-    chain = agent().chain(TASK)
-    await chain.step(greedy=True)
-    t = (await chain.finish()).replace(reward=1.0)
-    errors.check(lambda: af.collate([t]), af.errors.BatchError, "greedily")
-
-
-async def test_rewind_restores_the_same_turn() -> None:
+async def test_rewind_restores_the_same_turn_and_rejects_turns_of_other_paths() -> None:
     chain = await stepped(played([call("1+1"), "5"]).chain(TASK))
     kept = chain.turns[2]
     await chain.step()
@@ -359,16 +346,10 @@ async def test_rewind_restores_the_same_turn() -> None:
     assert (chain.rewind(to=chain.turns[3]).kind, chain.stop) == ("action", "answered")
     chain.rewind(to=1)
     assert (await chain.act()).tool_calls[0].result.observation == "2"  # type: ignore[union-attr]
+    errors.check(lambda: chain.rewind(to=kept), af.errors.SettingsError, "chain.turns")
 
 
-async def test_rewind_rejects_turns_of_other_paths() -> None:
-    chain = await stepped(played([call("1+1"), "5"]).chain(TASK))
-    gone = chain.turn
-    chain.rewind(to=0)
-    errors.check(lambda: chain.rewind(to=gone), af.errors.SettingsError, "chain.turns")
-
-
-async def test_rewind_encodes_a_final_observation() -> None:
+async def test_rewind_to_the_end_encodes_a_final_observation_and_a_truncated_turn_is_no_answer() -> None:
     engine = Played([call("1+1"), "5"])
     chain = await stepped(agent(engine=engine, chat=chat(), max_turns=1).chain(TASK))
     assert chain.stop == "max_turns"
@@ -378,19 +359,15 @@ async def test_rewind_encodes_a_final_observation() -> None:
         chat().text(engine.given[-1]).endswith("<tool_response>2</tool_response><|im_end|>\n<|im_start|>assistant\n")
     )
     assert tuple(chain.snapshot().ids) == (*engine.given[-1], *engine.gave[-1])
-
-
-async def test_rewind_to_a_truncated_turn_is_not_an_answer() -> None:
-    chain = await stepped(played(["5…"], sampling=cut_after("5")).chain(TASK))
-    chain.rewind(to=-1)
-    t = await chain.finish()
-    assert (t.stop, t.final, t.reward) == ("turn_tokens", None, 0.0)
+    cut = await stepped(played(["5…"], sampling=cut_after("5")).chain(TASK))
+    cut.rewind(to=-1)
+    t = await cut.finish()
+    assert (t.stop, t.final, t.reward) == ("turn_tokens", None, 0.0), "a truncated turn is not an answer"
 
 
 async def test_rewind_is_rejected_with_a_sandbox_or_tool_state() -> None:
-    @af.tool
+    @af.tool(describe="optional")
     def count(text: Text, context: af.Context) -> str:
-        """Count."""
         context.state["n"] = context.state.get("n", 0) + 1
         return str(context.state["n"])
 
@@ -528,9 +505,8 @@ async def test_samples_share_the_pool_and_nothing_leaks_on_errors_and_cancellati
 
 
 async def test_changes_of_task_fields_are_local_to_the_chain() -> None:
-    @af.tool
+    @af.tool(describe="optional")
     def pop(text: Text, stock: af.FromTask[list[str]]) -> str:
-        """Take one."""
         return stock.pop()
 
     task = af.Task("t", TASK.messages, {"answer": "5", "stock": ["x", "y"]})
@@ -590,9 +566,8 @@ async def test_long_messages_are_encoded_while_the_event_loop_runs(
             assert goes_on.wait(GUARD)
         return real(self, text)
 
-    @af.tool(max_chars=None)
+    @af.tool(max_chars=None, describe="optional")
     def look() -> str:
-        """Look."""
         return LONG
 
     async def asking(endpoint: af.Endpoint) -> str:

@@ -67,15 +67,13 @@ async def wait_for_the_end(box: Watched, slow: bool) -> str:
     return "done"
 
 
-@af.tool
+@af.tool(describe="optional")
 async def hold(box: Watched, slow: af.FromTask[bool]) -> str:
-    """Work for long."""
     return await wait_for_the_end(box, slow)
 
 
-@af.tool
+@af.tool(describe="optional")
 async def hold_by_context(context: af.Context, slow: af.FromTask[bool]) -> str:
-    """Work for long."""
     return await wait_for_the_end(await context.sandbox(Watched), slow)
 
 

@@ -127,9 +127,8 @@ class SlowReset(ForkingBox):
         await super().reset()
 
 
-@af.tool
+@af.tool(describe="optional")
 async def put_slowly(text: Text, box: SlowReset) -> str:
-    """Put a text into the box."""
     return await box.run(text)
 
 

@@ -145,13 +145,8 @@ async def test_a_simulated_user_sees_the_conversation_with_exchanged_roles() -> 
 # --- exceptions
 
 
-@af.tool
+@af.tool(describe="optional")
 def divide(expression: str) -> float:
-    """Divide 1 by a number.
-
-    Args:
-        expression: the number.
-    """
     return 1 / float(expression)
 
 
@@ -191,13 +186,8 @@ async def test_a_penalty_for_invalid_calls_is_a_reward_with_a_negative_weight() 
     def invalid_calls(trajectory: Any) -> float:
         return sum(call.error is not None or call.name not in names for call in trajectory.tool_calls)
 
-    @af.tool
+    @af.tool(describe="optional")
     def failing(expression: str) -> str:
-        """Fail.
-
-        Args:
-            expression: anything.
-        """
         raise af.ToolError("no")
 
     script = [call("1+1", "unknown"), "<tool_call>{oops</tool_call>", call("1", "failing"), call("1+1"), "2"]
@@ -251,11 +241,10 @@ async def test_a_limit_that_ends_a_summary_ends_the_chain(summary: str) -> None:
     assert (t.stop, t.error, t.reward, len(t.rows)) == ("chain_tokens", None, 0.0, 2)
 
 
-async def test_a_context_without_room_for_a_summary_ends_the_chain() -> None:
-    t = await summarized([CALL] * 8, tokens=400)
+@pytest.mark.parametrize("limit", [{"tokens": 400}, {"rows": 1}], ids=str)
+async def test_a_context_without_room_for_a_summary_ends_the_chain(limit: dict[str, int]) -> None:
+    t = await summarized([CALL] * 8, **limit)
     assert (t.stop, t.reward) == ("context_full", 0.0)
-    t = await summarized([CALL] * 8, rows=1)
-    assert t.stop == "context_full"
 
 
 async def test_hooks_work_with_a_policy() -> None:

@@ -63,16 +63,14 @@ async def test_each_row_equals_inputs_and_outputs_of_the_engine() -> None:
     assert f"{sum(map(len, t.rows))} tokens in 3 rows" in repr(t) and " in 3 rows" in repr(chain)
     assert "<th>row</th>" in t._repr_html_()
 
-
-async def test_compaction_does_not_change_seeds() -> None:
-    chain, _ = await compacted()
+    # The seeds are those of a chain without compaction.
     plain = played([call("1+1"), call("2*2"), "4"]).chain(TASK)
     await plain.run()
     assert chain.agent.engine.seeds == plain.agent.engine.seeds
     assert len(set(plain.agent.engine.seeds)) == 3
 
 
-async def test_views_of_a_trajectory_require_a_single_row() -> None:
+async def test_views_and_drift_of_a_trajectory_require_a_single_row() -> None:
     plain = await played([call("1+1"), "4"]).chain(TASK).run()
     for name in VIEWS:
         assert getattr(plain, name) is getattr(plain.rows[0], name)
@@ -84,6 +82,8 @@ async def test_views_of_a_trajectory_require_a_single_row() -> None:
             af.errors.AlignmentError,
             re.compile(rf"has 3 rows, so \.{name} is ambiguous.*trajectory\.rows\[0\]\.{name}"),
         )
+    errors.check(lambda: chat().drift(t), af.errors.AlignmentError, "3 rows")
+    assert all(chat().drift(row).cause == "none" for row in t.rows)
     assert af.Trajectory("x", TASK, "g", 0, (), "error").rows[0].ids.tolist() == []
 
 
@@ -347,9 +347,3 @@ async def test_text_only_engine_receives_only_the_new_row() -> None:
     assert (t.reward, len(t.rows), t.exact) == (1.0, 2, False)
     assert [len(told) for told in engine.given] == [1, 1] and engine.given[1][0].endswith("So far: 2")
     errors.check(lambda: t.rows[1].ids, af.errors.AlignmentError, "engine is text-only")
-
-
-async def test_drift_requires_a_single_row() -> None:
-    _, t = await compacted()
-    errors.check(lambda: chat().drift(t), af.errors.AlignmentError, "3 rows")
-    assert all(chat().drift(row).cause == "none" for row in t.rows)

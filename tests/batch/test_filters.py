@@ -51,13 +51,8 @@ def tool_errors(trajectory: af.Trajectory) -> str | None:
 
 
 async def test_overlong_by_tokens_and_a_filter_of_ones_own() -> None:
-    @af.tool
+    @af.tool(describe="optional")
     def breaks(expression: str) -> str:
-        """Break on 0.
-
-        Args:
-            expression: a text.
-        """
         if expression == "0":
             raise af.ToolError("no")
         return expression

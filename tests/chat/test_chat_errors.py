@@ -4,7 +4,6 @@ from typing import Any
 
 import agents
 import errors
-import pytest
 from agents import played
 from test_chat import QWEN_LIKE, TASK, USER, with_template
 
@@ -99,9 +98,14 @@ test_errors = errors.rejected(
 )
 
 
-@pytest.mark.parametrize(
-    ("content", "text"),
-    [
+test_content_that_is_not_text = errors.rejected(
+    *((lambda call=call, content=content: call(user(content)), error, text)
+      for call, error in (
+        (lambda message: agents.chat().prompt([message]), af.errors.SettingsError),
+        (lambda message: agents.chat().observation_ids([message]), af.errors.SettingsError),
+        (lambda message: af.Task("a", (message,)), af.errors.TaskError),
+      )
+      for content, text in (
         (None, "message 0 (role 'user'): 'content' must be a string or a list of text and image parts, got None"),
         ([], "'content' must be a string or a list of text and image parts, got []"),
         ({"text": "x"}, "'content' must be a string or a list of text and image parts"),
@@ -110,9 +114,5 @@ test_errors = errors.rejected(
         ([{"type": "text", "text": "x", "image_url": "y"}], "each part of 'content' must be"),
         ([{"type": "audio", "text": "x"}], "each part of 'content' must be"),
         ([{"type": "text", "text": 5}], "each part of 'content' must be"),
-    ],
-)
-async def test_content_that_is_not_text(content: Any, text: str) -> None:
-    await errors.check(lambda: agents.chat().prompt([user(content)]), af.errors.SettingsError, text)
-    await errors.check(lambda: agents.chat().observation_ids([user(content)]), af.errors.SettingsError, text)
-    await errors.check(lambda: af.Task("a", (user(content),)), af.errors.TaskError, text)
+      )),
+)  # fmt: skip

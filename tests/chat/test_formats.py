@@ -276,7 +276,7 @@ def test_tags_parse_rendered_calls(name: str, tool: str, parameter: str, text: s
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_truncated_call_is_no_call(name: str) -> None:
+def test_a_truncated_call_is_no_call_and_several_calls_are_in_order(name: str) -> None:
     fmt = af.chat.formats.get(name)
     tool, key = CALLED.get(name, ("a", "x"))
     text = fmt.render_call(af.ToolCall("call-0", tool, {key: "rm -r }] here"}))
@@ -288,12 +288,6 @@ def test_a_truncated_call_is_no_call(name: str) -> None:
         assert not [call for call in parsed.calls if call.error is None], text[:cut]
         assert not parsed.unclosed or parsed.content == before.strip(), text[:cut]
     assert fmt.parse(text).calls[0].error is None
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_several_calls_in_order(name: str) -> None:
-    fmt = af.chat.formats.get(name)
-    tool, key = CALLED.get(name, ("a", "x"))
     text = "\n".join(fmt.render_call(af.ToolCall(f"call-{i}", tool, {key: f"n{i}"})) for i in range(3))
     calls = fmt.parse(text).calls
     assert [(c.id, c.name, c.arguments) for c in calls] == [(f"call-{i}", tool, {key: f"n{i}"}) for i in range(3)]

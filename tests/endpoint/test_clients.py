@@ -28,35 +28,29 @@ async def with_chat(question: str, endpoint: af.Endpoint) -> str:
             messages.append({"role": "tool", "tool_call_id": made.id, "content": result})
 
 
-async def with_responses(question: str, endpoint: af.Endpoint) -> str:
+async def with_responses(question: str, endpoint: af.Endpoint, stream: bool = False) -> str:
     tools = [{"type": "function", **function} for function in FUNCTIONS]
     items: list[Any] = [{"role": "user", "content": question}]
     while True:
-        got = await endpoint.client.responses.create(model="policy", input=items, tools=tools)
-        items += got.output
-        made = [item for item in got.output if item.type == "function_call"]
+        got = await endpoint.client.responses.create(model="policy", input=items, tools=tools, stream=stream)
+        given: dict[str, str] = {}
+        if stream:
+            events = [event async for event in got]
+            got = events[-1].response
+            given = {e.item_id: e.arguments for e in events if e.type == "response.function_call_arguments.done"}
+            items += [event.item for event in events if event.type == "response.output_item.done"]
+        else:
+            items += got.output
+        made = [item for item in items[-len(got.output) :] if item.type == "function_call"]
         if not made:
             return str(got.output_text)
         for call in made:
-            output = await run_tool(call.name, json.loads(call.arguments))
+            output = await run_tool(call.name, json.loads(given[call.id] if stream else call.arguments))
             items.append({"type": "function_call_output", "call_id": call.call_id, "output": output})
 
 
 async def with_streamed_responses(question: str, endpoint: af.Endpoint) -> str:
-    tools = [{"type": "function", **function} for function in FUNCTIONS]
-    items: list[Any] = [{"role": "user", "content": question}]
-    while True:
-        create = endpoint.client.responses.create
-        stream = await create(model="policy", input=items, tools=tools, stream=True)
-        events = [event async for event in stream]
-        items += [event.item for event in events if event.type == "response.output_item.done"]
-        made = [event for event in events if event.type == "response.function_call_arguments.done"]
-        if not made:
-            return str(events[-1].response.output_text)
-        calls = {item.id: item.call_id for item in items[-len(made) :]}
-        for call in made:
-            output = await run_tool(call.name, json.loads(call.arguments))
-            items.append({"type": "function_call_output", "call_id": calls[call.item_id], "output": output})
+    return await with_responses(question, endpoint, stream=True)
 
 
 async def with_messages(question: str, endpoint: af.Endpoint) -> str:

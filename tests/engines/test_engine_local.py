@@ -56,9 +56,14 @@ def endless() -> af.Policy:
     return policy
 
 
-def endless_engine() -> tuple[af.Policy, af.LocalEngine]:
-    policy = endless()
-    return policy, af.LocalEngine(policy)
+@pytest.fixture
+def policy() -> af.Policy:
+    return endless()
+
+
+@pytest.fixture
+def engine(policy: af.Policy) -> af.LocalEngine:
+    return af.LocalEngine(policy)
 
 
 def check(policy: af.Policy, ids: list[int], got: af.Sample, temperature: float = 1.0) -> None:
@@ -72,8 +77,9 @@ def check(policy: af.Policy, ids: list[int], got: af.Sample, temperature: float 
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 0.0])
-async def test_alternatives_are_the_most_probable_tokens_of_a_full_forward(temperature: float) -> None:
-    policy = endless()
+async def test_alternatives_are_the_most_probable_tokens_of_a_full_forward(
+    temperature: float, policy: af.Policy
+) -> None:
     sampling = af.Sampling(temperature=temperature, max_tokens=12)
     prompts = [prompt(n, seed=n) for n in (3, 9, 40)]
     plain, engine = af.LocalEngine(policy), af.LocalEngine(policy, alternatives=7)
@@ -94,8 +100,9 @@ async def test_alternatives_are_the_most_probable_tokens_of_a_full_forward(tempe
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7, 1.5])
-async def test_logprobs_and_entropies_are_those_of_a_full_forward(temperature: float) -> None:
-    policy, engine = endless_engine()
+async def test_logprobs_and_entropies_are_those_of_a_full_forward(
+    temperature: float, policy: af.Policy, engine: af.LocalEngine
+) -> None:
     sampling = af.Sampling(temperature=temperature, max_tokens=30)
     # Prompt lengths around all widths and capacities at which the engine rounds.
     prompts = [prompt(n, seed=n) for n in (1, 2, 7, 8, 9, 31, 32, 33, 63, 64, 65, 100, 129)]
@@ -105,8 +112,7 @@ async def test_logprobs_and_entropies_are_those_of_a_full_forward(temperature: f
         check(policy, p, sample, temperature)
 
 
-async def test_rows_with_different_settings_are_independent() -> None:
-    policy, engine = endless_engine()
+async def test_rows_with_different_settings_are_independent(policy: af.Policy, engine: af.LocalEngine) -> None:
     settings = [
         af.Sampling(temperature=0.5, max_tokens=9), af.Sampling(temperature=0, max_tokens=5),
         af.Sampling(top_p=0.8, max_tokens=12), af.Sampling(top_k=3, temperature=1.3, max_tokens=3),
@@ -173,8 +179,9 @@ def plain_kept(p: list[float], s: af.Sampling) -> tuple[set[int], float]:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-async def test_truncation_keeps_the_documented_tokens(options: dict[str, Any], temperature: float) -> None:
-    policy, engine = endless_engine()
+async def test_truncation_keeps_the_documented_tokens(
+    options: dict[str, Any], temperature: float, policy: af.Policy, engine: af.LocalEngine
+) -> None:
     s = af.Sampling(temperature=temperature, max_tokens=12, **options)
     got = await engine.sample(prompt(9), s, 11)
     check(policy, prompt(9), got, temperature)  # logprobs refer to the distribution before truncation
@@ -188,8 +195,7 @@ async def test_truncation_keeps_the_documented_tokens(options: dict[str, Any], t
         ids.append(token)
 
 
-async def test_sampled_frequencies_match_the_probabilities() -> None:
-    policy, engine = endless_engine()
+async def test_sampled_frequencies_match_the_probabilities(policy: af.Policy, engine: af.LocalEngine) -> None:
     ids, n = prompt(6), 1500
     got = await asyncio.gather(*(engine.sample(ids, af.Sampling(max_tokens=1), seed) for seed in range(n)))
     counts = Counter((s.ids or (-1,))[0] for s in got)
@@ -203,8 +209,7 @@ async def test_sampled_frequencies_match_the_probabilities() -> None:
     assert chi2 < freedom + 4 * math.sqrt(2 * freedom)  # seeds are fixed, so this is deterministic
 
 
-async def test_distribution_is_that_of_the_model() -> None:
-    policy, engine = endless_engine()
+async def test_distribution_is_that_of_the_model(policy: af.Policy, engine: af.LocalEngine) -> None:
     ids, logprobs, entropy = await engine.distribution(prompt(20), af.Sampling(temperature=0.7), top=5)
     with torch.no_grad():
         logits = policy.model(input_ids=torch.tensor([prompt(20)])).logits[0, -1].double() / 0.7
@@ -319,8 +324,7 @@ async def test_chains_of_many_turns_compute_each_token_once(turns: int) -> None:
         check(policy, ids, sample)
 
 
-async def test_what_prompts_have_in_common_is_computed_once() -> None:
-    policy, engine = endless_engine()
+async def test_what_prompts_have_in_common_is_computed_once(policy: af.Policy, engine: af.LocalEngine) -> None:
     prompts = [prompt(50) + prompt(7, seed=i) for i in range(4) for _ in range(3)]
     got = await asyncio.gather(
         *(engine.sample(ids, af.Sampling(max_tokens=4), i, request=request(str(i))) for i, ids in enumerate(prompts))
@@ -358,8 +362,9 @@ async def test_requests_submitted_together_stay_synchronized(monkeypatch: pytest
     assert steps == {32: 4 * 7}
 
 
-async def test_a_rewritten_history_is_recomputed_from_the_first_change() -> None:
-    policy, engine = endless_engine()
+async def test_a_rewritten_history_is_recomputed_from_the_first_change(
+    policy: af.Policy, engine: af.LocalEngine
+) -> None:
     ids = prompt(30)
     await engine.sample(ids, af.Sampling(max_tokens=10), 1, request=request("a"))
     for turn, given in enumerate(([*ids[:20], *prompt(15, seed=9)], ids[:5], ids), 1):
@@ -484,8 +489,7 @@ async def test_a_stop_token_is_kept_and_counted() -> None:
         assert not set(ids[:-1]) & set(policy.chat.stop_ids)
 
 
-async def test_a_stop_string_ends_the_turn_after_a_whole_token() -> None:
-    policy = endless()
+async def test_a_stop_string_ends_the_turn_after_a_whole_token(policy: af.Policy) -> None:
     whole = await af.LocalEngine(policy).sample(prompt(5), af.Sampling(max_tokens=40), 4)
     stop = policy.chat.text(whole.ids or ())[9:11]
     got = await af.LocalEngine(policy).sample(prompt(5), af.Sampling(max_tokens=40, stop=(stop,)), 4)
@@ -510,8 +514,7 @@ async def test_the_context_limits_a_turn() -> None:
 # --- cancelling and failing ----------------------------------------------------------------------
 
 
-async def test_a_cancelled_request_frees_its_row() -> None:
-    policy = endless()
+async def test_a_cancelled_request_frees_its_row(policy: af.Policy) -> None:
     engine = af.LocalEngine(policy, slots=8)
     reached, go_on = hold(engine)
     wanted = await af.LocalEngine(policy).sample(prompt(8), af.Sampling(max_tokens=60), 5)
@@ -535,9 +538,8 @@ async def test_a_cancelled_request_frees_its_row() -> None:
 
 @pytest.mark.parametrize("when", ["_forward", "_decode", "sample_tokens"])
 async def test_a_failure_fails_all_requests_and_the_engine_recovers(
-    when: str, monkeypatch: pytest.MonkeyPatch
+    when: str, monkeypatch: pytest.MonkeyPatch, engine: af.LocalEngine
 ) -> None:
-    engine = af.LocalEngine(endless())
     wanted = await engine.sample(prompt(8), af.Sampling(max_tokens=12), 5)
     where: Any = generation if when == "sample_tokens" else ContinuousBatch
     real, calls = getattr(where, when), [0]
@@ -563,8 +565,7 @@ async def test_a_failure_fails_all_requests_and_the_engine_recovers(
         assert (again.ids, again.logprobs) == (wanted.ids, wanted.logprobs)
 
 
-async def test_concurrent_requests_of_one_session_are_rejected() -> None:
-    engine = af.LocalEngine(endless())
+async def test_concurrent_requests_of_one_session_are_rejected(engine: af.LocalEngine) -> None:
     reached, go_on = hold(engine)
     other = asyncio.create_task(engine.sample(prompt(9), af.Sampling(max_tokens=60), 1, request=request("other")))
     first = asyncio.create_task(engine.sample(prompt(8), af.Sampling(max_tokens=60), 1, request=request("a")))
@@ -599,8 +600,7 @@ async def test_logits_that_are_not_finite_raise() -> None:
 # --- loops and threads ---------------------------------------------------------------------------
 
 
-def test_a_closed_event_loop_does_not_block_the_engine() -> None:
-    engine = af.LocalEngine(endless())
+def test_a_closed_event_loop_does_not_block_the_engine(engine: af.LocalEngine) -> None:
 
     async def leave() -> None:
         task = asyncio.create_task(engine.sample(prompt(8), af.Sampling(max_tokens=200), 5))
@@ -611,8 +611,7 @@ def test_a_closed_event_loop_does_not_block_the_engine() -> None:
     assert len(asyncio.run(engine.sample(prompt(8), af.Sampling(max_tokens=12), 5)).ids or ()) == 12
 
 
-def test_two_event_loops_at_once() -> None:
-    engine = af.LocalEngine(endless())
+def test_two_event_loops_at_once(engine: af.LocalEngine) -> None:
     got: list[list[af.Sample]] = []
 
     async def go(seed: int) -> list[af.Sample]:
@@ -688,8 +687,7 @@ def test_the_interpreter_can_exit_while_a_thread_runs(program: str) -> None:
     assert done.returncode == 7, done.stderr
 
 
-async def test_only_float32_on_a_cpu_is_reproducible(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = af.LocalEngine(endless())
+async def test_only_float32_on_a_cpu_is_reproducible(monkeypatch: pytest.MonkeyPatch, engine: af.LocalEngine) -> None:
     assert engine.reproducible
     with monkeypatch.context() as patch:
         patch.setattr(local, "is_batch_invariant", lambda threads: False)
@@ -725,10 +723,9 @@ def test_batch_invariance_is_measured(setting: str | None, says: str) -> None:
     assert done.stdout.strip() == says, done.stderr
 
 
-async def test_uninitialized_memory_is_never_read(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_uninitialized_memory_is_never_read(monkeypatch: pytest.MonkeyPatch, policy: af.Policy) -> None:
     """Make torch fill allocated memory with NaN, which masking would not remove."""
     monkeypatch.setattr(slot_table, "_CAPACITY_STEP", 32)  # so that the cache grows more than once
-    policy = endless()
 
     async def sampled() -> list[af.Sample]:
         engine, got = af.LocalEngine(policy), []
@@ -766,9 +763,10 @@ async def test_a_fork_has_the_same_logprobs_whether_keys_of_its_parent_are_left_
     assert found[0] == found[1]
 
 
-async def test_a_model_is_tried_only_while_its_weights_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_model_is_tried_only_while_its_weights_are_locked(
+    monkeypatch: pytest.MonkeyPatch, policy: af.Policy
+) -> None:
     """During an update, the test forward passes would compare results of different weights."""
-    policy = endless()
     locked: list[bool] = []
     build = FusedLlamaDecoder.try_build
 

@@ -56,6 +56,11 @@ class Server(af.Engine):
             self.copy.version = policy.version
 
 
+@pytest.fixture
+def policy() -> af.Policy:
+    return agents.fresh()
+
+
 def servers(policy: af.Policy, count: int = 2) -> list[Server]:
     return [Server(policy) for _ in range(count)]
 
@@ -155,9 +160,8 @@ async def test_if_all_engines_fail_the_error_lists_them_and_they_are_used_again_
     assert states(fleet) == ["up", "up"]
 
 
-async def test_an_engine_that_returns_with_other_weights_is_not_used() -> None:
+async def test_an_engine_that_returns_with_other_weights_is_not_used(policy: af.Policy) -> None:
     """A server that is restarted has its initial weights."""
-    policy = agents.fresh()
     fleet, members = fleet_of(policy)
     nudge(policy)
     await fleet.update(policy)
@@ -214,9 +218,8 @@ async def test_cancelled_requests_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("scale", [0.02, 2e-5])
-async def test_an_engine_with_old_weights_is_found_after_one_update(scale: float) -> None:
+async def test_an_engine_with_old_weights_is_found_after_one_update(scale: float, policy: af.Policy) -> None:
     """A change below the tolerance is noticed because the engine's logprobs did not change at all."""
-    policy = agents.fresh()
     fleet, members = fleet_of(policy, 3)
     await fleet.update(policy)
     assert states(fleet) == ["up"] * 3 and all(m.gap <= 1e-5 for m in fleet.members)
@@ -238,8 +241,7 @@ async def test_an_engine_with_old_weights_is_found_after_one_update(scale: float
     assert states(fleet) == ["up"] * 3
 
 
-async def test_an_update_that_changes_nothing_excludes_no_engine() -> None:
-    policy = agents.fresh()
+async def test_an_update_that_changes_nothing_excludes_no_engine(policy: af.Policy) -> None:
     fleet = af.Fleet(servers(policy))
     for _ in range(2):
         await fleet.update(policy)
@@ -247,8 +249,7 @@ async def test_an_update_that_changes_nothing_excludes_no_engine() -> None:
     assert states(fleet) == ["up", "up"]
 
 
-async def test_weights_changed_by_someone_else_are_found_by_a_probe() -> None:
-    policy = agents.fresh()
+async def test_weights_changed_by_someone_else_are_found_by_a_probe(policy: af.Policy) -> None:
     fleet, members = fleet_of(policy)
     await fleet.update(policy)
     nudge(members[0].copy)
@@ -267,8 +268,7 @@ async def test_engines_of_different_models_are_found_before_the_first_request() 
     assert not rollout.failed and states(fleet) == ["up", "stale"] and not members[1].sessions
 
 
-async def test_a_policy_in_16_bits_has_another_tolerance() -> None:
-    policy = agents.fresh()
+async def test_a_policy_in_16_bits_has_another_tolerance(policy: af.Policy) -> None:
     fleet = af.Fleet(servers(policy))
     policy.model.to(torch.bfloat16)
     await fleet.update(policy)  # the engines keep float32, with weights rounded to 16 bits
@@ -292,9 +292,8 @@ async def test_training_on_a_fleet_is_training_on_one_engine() -> None:
     assert await curve(1) == await curve(3)
 
 
-async def test_chains_of_several_iterations_continue_with_new_weights() -> None:
+async def test_chains_of_several_iterations_continue_with_new_weights(policy: af.Policy) -> None:
     """With overlap=2, chains of a fleet may have tokens of three versions. The oldest is two iterations old."""
-    policy = agents.fresh()
     agent = agents.agent(policy, engine=af.Fleet(servers(policy)))
     config = af.TrainConfig(steps=5, tasks_per_step=4, group_size=4, overlap=2)
     before = [0]
@@ -304,8 +303,7 @@ async def test_chains_of_several_iterations_continue_with_new_weights() -> None:
         before.append(policy.version)
 
 
-async def test_a_fleet_samples_ahead_with_a_lag_of_one_step() -> None:
-    policy = agents.fresh()
+async def test_a_fleet_samples_ahead_with_a_lag_of_one_step(policy: af.Policy) -> None:
     fleet = af.Fleet(servers(policy))
     config = af.TrainConfig(steps=4, tasks_per_step=4, group_size=4, overlap=1)
     steps = [step async for step in af.train(agents.agent(policy, engine=fleet), policy, agents.tasks(16), config)]
@@ -319,8 +317,7 @@ async def test_a_fleet_samples_ahead_with_a_lag_of_one_step() -> None:
     assert states(fleet) == ["up", "up"]
 
 
-async def test_engines_that_share_the_policy_cannot_sample_ahead() -> None:
-    policy = agents.fresh()
+async def test_engines_that_share_the_policy_cannot_sample_ahead(policy: af.Policy) -> None:
     agent = agents.agent(policy, engine=af.Fleet([af.LocalEngine(policy)]))
     config = af.TrainConfig(steps=2, tasks_per_step=2, group_size=2, overlap=1)
     await errors.check(
@@ -343,8 +340,9 @@ async def test_engines_without_logprobs_are_not_compared() -> None:
     await fleet.close()
 
 
-async def test_a_cancelled_update_excludes_no_engine_with_new_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = agents.fresh()
+async def test_a_cancelled_update_excludes_no_engine_with_new_weights(
+    monkeypatch: pytest.MonkeyPatch, policy: af.Policy
+) -> None:
     fleet, members = fleet_of(policy)
     request = agents.tasks(1)
     agent = agents.agent(policy).replace(engine=fleet)

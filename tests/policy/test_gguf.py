@@ -81,9 +81,13 @@ def test_files_that_cannot_be_used_are_refused(tmp_path, changes, message):
     errors.check(lambda: af.Policy.load(tmp_path, device="cpu"), Exception, message)
 
 
-def test_damaged_and_hostile_headers_are_refused_before_anything_is_allocated(tmp_path):
-    file = tmp_path / "tiny.gguf"
-    gguf_files.write(file)
+@pytest.fixture
+def file(tmp_path):
+    gguf_files.write(tmp_path / "tiny.gguf")
+    return tmp_path / "tiny.gguf"
+
+
+def test_damaged_and_hostile_headers_are_refused_before_anything_is_allocated(file):
     data = file.read_bytes()
     start = data.index(b"general.architecture") - 8
     for damaged, message in [
@@ -100,9 +104,7 @@ def test_damaged_and_hostile_headers_are_refused_before_anything_is_allocated(tm
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(2000, marks=pytest.mark.long)])
-def test_a_changed_header_never_crashes_or_hangs(tmp_path, count):
-    file = tmp_path / "tiny.gguf"
-    gguf_files.write(file)
+def test_a_changed_header_never_crashes_or_hangs(file, count):
     data = file.read_bytes()
     rng = random.Random(dice.seed())
     for _ in range(count):

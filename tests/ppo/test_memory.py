@@ -118,18 +118,16 @@ def test_the_default_of_micro_tokens_fits_the_memory_of_a_gpu(
         assert af.estimate_memory(model.config, micro_tokens=tokens).activations < 0.4 * memory
 
 
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
+test_errors = errors.rejected(
+    *((lambda options=options: af.estimate_memory(config(*SMALL), **options), af.errors.SettingsError, text)
+      for options, text in (
         ({"length": 1}, "length must be an integer of at least 2, got 1"),
         ({"micro_tokens": 0}, "micro_tokens must be an integer of at least 1"),
         ({"lora": 0}, "lora must be an integer of at least 1 or None, got 0"),
         ({"processes": 2, "dtype": "bfloat16"}, "dtype must be 'float32' for several processes, got 'bfloat16'"),
         ({"dtype": "float16"}, "dtype must be one of 'float32', 'bfloat16', got 'float16'"),
-    ],
-)
-def test_errors(options: dict[str, Any], text: str) -> None:
-    errors.check(lambda: af.estimate_memory(config(*SMALL), **options), af.errors.SettingsError, text)
+      )),
+)  # fmt: skip
 
 
 def test_a_folder_without_a_model_is_named(tmp_path: Path) -> None:

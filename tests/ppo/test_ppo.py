@@ -30,10 +30,10 @@ def batch_of(policy: af.Policy, *, stale: float = 0.0, values: bool = False) -> 
     return judged(policy, batch) if values else batch
 
 
-def example(**options: Any) -> tuple[af.Policy, af.Batch]:
-    """Return a random policy and a batch for it, with options of `batch_of`."""
+def example(copies: int = 1, **options: Any) -> tuple[af.Policy, af.Batch]:
+    """Return a random policy and a batch for it of so many copies of the rows, with options of `batch_of`."""
     policy = random_policy(0)
-    return policy, batch_of(policy, **options)
+    return policy, join([batch_of(policy, **options) for _ in range(copies)])
 
 
 def weights(policy: af.Policy) -> Tensor:
@@ -320,8 +320,7 @@ async def test_a_batch_of_another_tokenizer_is_rejected(tmp_path: Path, monkeypa
 @pytest.mark.parametrize(("wrong", "minibatch"), [(0.01, None), (5e-5, 4)])
 def test_a_row_with_wrong_logprobs_is_found_in_the_first_minibatch(wrong: float, minibatch: int | None) -> None:
     """The sampler's logprobs are used unless a row of the first minibatch differs by more than 1e-4."""
-    policy = random_policy(0)
-    batch = join([batch_of(policy) for _ in range(3)])
+    policy, batch = example(copies=3)
     first = minibatches(batch.trajectory_index, minibatch, torch.Generator().manual_seed(0))[0].tolist()
     config = af.PPOConfig(minibatch=minibatch, micro_tokens=32)
     assert len(policy.micro_batches(batch, torch.tensor(first), 32)) > 1
@@ -339,41 +338,38 @@ def test_a_row_with_wrong_logprobs_is_found_in_the_first_minibatch(wrong: float,
         assert stats.sampler_gap == pytest.approx(wrong, abs=1e-5)
 
 
+def compared_with_recomputation(
+    policy: af.Policy, batch: af.Batch, config: af.PPOConfig
+) -> tuple[bool, bool, af.Stats]:
+    """Return whether "auto" gives the weights and the statistics of "recompute", and the statistics with "auto"."""
+    wanted, other = stepped(policy, batch, config.replace(old_logprobs="recompute"), lr=1e-3)
+    twin, stats = stepped(policy, batch, config.replace(old_logprobs="auto"), lr=1e-3)
+    return torch.equal(weights(twin), weights(wanted)), stats == other, stats
+
+
 @pytest.mark.parametrize("correction", [None, "token", "sequence"])
 def test_a_difference_in_any_micro_batch_gives_the_result_of_recomputation(correction: Any) -> None:
     """Micro-batches that were computed before the difference was found are computed again."""
-    policy = random_policy(0)
-    batch = join([batch_of(policy) for _ in range(3)])
+    policy, batch = example(copies=3)
     smaller = torch.where(batch.mask, batch.logprobs - 9e-5, batch.logprobs)  # not large enough to be found
     last = policy.micro_batches(batch, None, 32)[-1]
     for wrong in ([], last.tolist(), list(range(len(batch)))):
         logprobs = smaller.clone()
         logprobs[wrong] -= 0.3
         given = batch.replace(logprobs=logprobs)
-        found = []
-        for old in ("recompute", "auto"):
-            config = af.PPOConfig(epochs=2, micro_tokens=32, old_logprobs=old, correction=correction)
-            twin, stats = stepped(policy, given, config, lr=1e-3)
-            found.append((weights(twin), dataclasses.replace(stats, detail=None)))
-        if wrong:
-            assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
-        else:
-            assert not torch.equal(found[0][0], found[1][0])
-            assert found[1][1].sampler_gap == pytest.approx(9e-5, abs=1e-5)
+        config = af.PPOConfig(epochs=2, micro_tokens=32, correction=correction)
+        equal, same, stats = compared_with_recomputation(policy, given, config)
+        assert equal == bool(wrong)
+        assert same if wrong else stats.sampler_gap == pytest.approx(9e-5, abs=1e-5)
 
 
 def test_old_logprobs_are_recomputed_if_the_first_minibatch_is_skipped() -> None:
-    policy = random_policy(0)
-    batch = join([batch_of(policy, stale=0.3) for _ in range(3)])
+    policy, batch = example(copies=3, stale=0.3)
     first = minibatches(batch.trajectory_index, 12, torch.Generator().manual_seed(0))[0]
     half = batch.advantages.clone()
     half[first] = 0.0
-    found = []
-    for old in ("auto", "recompute"):
-        config = af.PPOConfig(minibatch=12, epochs=2, old_logprobs=old)
-        twin, stats = stepped(policy, batch.replace(advantages=half), config, lr=1e-3)
-        found.append((weights(twin), stats))
-    assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    config = af.PPOConfig(minibatch=12, epochs=2)
+    assert compared_with_recomputation(policy, batch.replace(advantages=half), config)[:2] == (True, True)
     nothing = af.ppo_step(policy, af.adamw(policy), batch.replace(advantages=torch.zeros_like(half)))
     assert math.isnan(nothing.sampler_gap), "all rows are skipped, so nothing was compared"
 

@@ -114,16 +114,15 @@ async def test_a_server_that_hangs_or_dies() -> None:
             assert died.error is not None and died.error.host, "the chain must not be scored"
 
 
-@pytest.mark.parametrize(
-    ("server", "timeout", "message"),
-    [
+test_a_server_that_does_not_start = errors.rejected(
+    *((lambda server=server, timeout=timeout: toolbox.mcp(server, timeout=timeout).__aenter__(),
+       af.errors.SandboxError, message)
+      for server, timeout, message in (
         ("false", GUARD, "could not be used"),
         ("no-such-program-at-all", GUARD, "FileNotFoundError"),
         ("sleep 3600", 0.3, "did not answer"),
-    ],
-)
-async def test_a_server_that_does_not_start(server: str, timeout: float, message: str) -> None:
-    await errors.check(toolbox.mcp(server, timeout=timeout).__aenter__, af.errors.SandboxError, message)
+      )),
+)  # fmt: skip
 
 
 async def test_the_message_of_a_server_that_fails_to_start_is_shown(tmp_path: Path) -> None:

@@ -191,13 +191,12 @@ async def test_schemas_of_recursive_types_and_of_classes_with_the_same_name() ->
 
 
 async def test_defaults_and_names_reserved_by_pydantic() -> None:
-    @af.tool
+    @af.tool(describe="optional")
     def f(
         json: Annotated[int, "count"] = 3,
         schema: Annotated[Unit, "unit"] = Unit.CELSIUS,
         model_config: Annotated[Point | None, "where"] = None,
     ) -> str:
-        """Do."""
         return f"{json} {schema.value} {model_config}"
 
     made = parameters(f)
@@ -269,9 +268,8 @@ async def test_tool_is_callable_like_its_function() -> None:
 
     assert await later(4) == 5 and "write `await later(...)`" in repr(later(4))
 
-    @af.tool
+    @af.tool(describe="optional")
     def wrapper() -> Any:
-        """Return an awaitable."""
         return later.function(4)
 
     for made in (wrapper, af.tool(functools.partial(later.function, x=4))):
@@ -282,9 +280,8 @@ class Counter:
     def __init__(self) -> None:
         self.count = 0
 
-    @af.tool
+    @af.tool(describe="optional")
     def step(self, by: Annotated[int, "how far"]) -> int:
-        """Count on."""
         self.count += by
         return self.count
 
@@ -356,9 +353,8 @@ HIDDEN, HIDDEN_JPEG = "[image image/png, 264 bytes, not shown]", "[image image/j
 async def test_return_values(value: Any, text: str) -> None:
     """Binary data is described, except in the output of `python`, `shell` and `sql`: the model may want to see it."""
 
-    @af.tool
+    @af.tool(describe="optional")
     def give() -> Any:
-        """Give it."""
         return value
 
     result = await give.try_()
@@ -388,9 +384,8 @@ CIRCULAR.append(CIRCULAR)
     ],
 )
 async def test_return_value_that_cannot_be_converted_fails(value: Any, message: str) -> None:
-    @af.tool
+    @af.tool(describe="optional")
     def give() -> Any:
-        """Give it."""
         return value
 
     result = await give.try_()
@@ -399,9 +394,8 @@ async def test_return_value_that_cannot_be_converted_fails(value: Any, message: 
 
 
 async def test_results_are_returned_unchanged_and_long_ones_are_cut() -> None:
-    @af.tool(max_chars=5)
+    @af.tool(max_chars=5, describe="optional")
     def give(n: Annotated[int, "length"], done: Annotated[bool, "how"] = False) -> Any:
-        """Give it."""
         if n == 0:
             raise af.ToolError("no such city: Atlantis")
         text = "0123456789"[:n]
@@ -414,7 +408,9 @@ async def test_results_are_returned_unchanged_and_long_ones_are_cut() -> None:
     assert await give.try_(n=6) == af.ToolResult(True, cut, truncated=True)
     assert await give.try_(n=6, done=True) == dataclasses.replace(whole, observation=cut, truncated=True)
     assert (await give.try_(n=0)).observation == "no su\n[truncated: the first 5 of 22 characters]"
-    assert await af.tool(max_chars=None)(give.function).try_(n=0) == af.ToolResult(False, "no such city: Atlantis")
+    assert await af.tool(max_chars=None, describe="optional")(give.function).try_(n=0) == af.ToolResult(
+        False, "no such city: Atlantis"
+    )
 
 
 async def test_arguments_are_coerced_and_invalid_ones_are_observations() -> None:
@@ -445,14 +441,12 @@ async def cancelled_elsewhere() -> str:
 async def test_other_exceptions_are_recorded_as_failures(error: BaseException, asynchronous: bool) -> None:
     """The failure has a traceback, the model sees only that the tool failed, and concurrent calls are unaffected."""
 
-    @af.tool
+    @af.tool(describe="optional")
     def fail() -> str:
-        """Fail."""
         raise error
 
-    @af.tool(name="fail")
+    @af.tool(name="fail", describe="optional")
     async def fail_async() -> str:
-        """Fail."""
         await asyncio.sleep(0)
         return await cancelled_elsewhere() if isinstance(error, asyncio.CancelledError) else fail()
 
@@ -467,16 +461,14 @@ async def test_other_exceptions_are_recorded_as_failures(error: BaseException, a
 
 
 async def test_keyboard_interrupt_and_cancellation_propagate() -> None:
-    @af.tool
+    @af.tool(describe="optional")
     def interrupted() -> str:
-        """Stop."""
         raise KeyboardInterrupt
 
     began = asyncio.Event()
 
-    @af.tool
+    @af.tool(describe="optional")
     async def waits() -> None:
-        """Wait."""
         began.set()
         await asyncio.Event().wait()
 
@@ -490,10 +482,9 @@ async def test_keyboard_interrupt_and_cancellation_propagate() -> None:
 async def test_calls_of_one_turn_run_concurrently() -> None:
     barrier = threading.Barrier(4, timeout=GUARD)
 
-    @af.tool(timeout=GUARD)
+    @af.tool(timeout=GUARD, describe="optional")
     def meet(i: Annotated[int, "which"]) -> int:
-        """Wait for the others: passes only if all four run at once."""
-        barrier.wait()
+        barrier.wait()  # passes only if all four run at once
         return i
 
     done = await af.ToolSet([meet]).call_all(
@@ -505,9 +496,8 @@ async def test_calls_of_one_turn_run_concurrently() -> None:
 async def test_coroutine_is_cancelled_at_its_timeout() -> None:
     cancelled = asyncio.Event()
 
-    @af.tool(timeout=0.02)
+    @af.tool(timeout=0.02, describe="optional")
     async def slow() -> None:
-        """Be slow."""
         try:
             await asyncio.Event().wait()
         finally:
@@ -528,26 +518,22 @@ async def test_a_blocked_event_loop_is_charged_only_to_the_call_that_blocks_it()
     limit, ended = 0.3, asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    @af.tool(timeout=limit)
+    @af.tool(timeout=limit, describe="optional")
     async def waits() -> None:
-        """Wait."""
         for _ in range(3):
             await asyncio.sleep(0.01)
         await ended.wait()
 
-    @af.tool(timeout=limit)
+    @af.tool(timeout=limit, describe="optional")
     def wraps() -> Any:
-        """Wrap."""
         return waits.function()
 
-    @af.tool(timeout=limit)
+    @af.tool(timeout=limit, describe="optional")
     def asks() -> None:
-        """Ask."""
         asyncio.run_coroutine_threadsafe(ended.wait(), loop).result()
 
-    @af.tool(timeout=limit)
+    @af.tool(timeout=limit, describe="optional")
     async def blocks() -> None:
-        """Block."""
         await asyncio.sleep(0)
         time.sleep(3 * limit)  # noqa: ASYNC251
         ended.set()
@@ -561,9 +547,8 @@ async def test_a_blocked_event_loop_is_charged_only_to_the_call_that_blocks_it()
 async def test_a_call_whose_thread_waits_for_a_cpu_does_not_block_the_event_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    @af.tool(timeout=0.1)
+    @af.tool(timeout=0.1, describe="optional")
     async def preempted() -> str:
-        """Compute."""
         time.sleep(0.4)  # noqa: ASYNC251
         return "done"
 
@@ -624,9 +609,8 @@ def test_interpreter_can_exit_while_tools_compute() -> None:
     assert done.stderr.count("Traceback") == 1, done.stderr
 
 
-@af.tool
+@af.tool(describe="optional")
 def lookup(person: Annotated[str, "who"], facts: af.FromTask[dict[str, str]], context: af.Context) -> str:
-    """Where somebody lives."""
     context.state["asked"] = context.state.get("asked", 0) + 1
     return f"{facts[person]} {context.state['asked']} {context.trajectory_id}"
 
@@ -645,18 +629,16 @@ async def test_task_fields_and_context_are_hidden_and_injected() -> None:
     assert (await calculator.invoke({"expression": "2+3"}, context())).observation == "5"
     assert "expression is missing" in (await calculator.invoke({}, context())).observation
 
-    @af.tool
+    @af.tool(describe="optional")
     def note(task: Annotated[str, "what to do"], pool: Annotated[str, "where"] = "") -> str:
-        """Note it."""
         return task + pool
 
     assert (await note.try_(task="wash", pool="city")).observation == "washcity"
 
 
 async def test_missing_field_is_a_failure_unless_it_has_a_default() -> None:
-    @af.tool
+    @af.tool(describe="optional")
     def with_default(colour: af.FromTask[str] = "red") -> str:
-        """See."""
         return colour
 
     assert (await with_default.invoke({}, context())).observation == "red"
@@ -691,9 +673,8 @@ class FakeBox:
         self.closed = True
 
 
-@af.tool
+@af.tool(describe="optional")
 async def execute(code: Annotated[str, "what"], sandbox: FakeBox) -> str:
-    """Run it."""
     if code == "bad":
         raise ArithmeticError("from inside")
     return await sandbox.run(code)
@@ -881,9 +862,8 @@ async def test_methods_partials_and_objects_are_tools() -> None:
     assert af.tool(functools.partial(add.function, b=6)).fingerprint != tools["add"].fingerprint
 
     def closure(factor: int) -> str:
-        @af.tool
+        @af.tool(describe="optional")
         def times(x: Annotated[int, "n"]) -> int:
-            """Multiply."""
             return x * factor
 
         return times.fingerprint

@@ -5,12 +5,13 @@ import typing
 from typing import Annotated, Any
 
 import errors
-from test_context import TASK, Box, FakePool, ForkingBox, OtherBox
+from agents import chat
+from test_context import GUESS_TASK, TASK, Box, FakePool, ForkingBox, Guess, OtherBox
 from test_source import one
 from test_tools import Counter, add, calculator
 
 import agentfly_kit as af
-from agentfly_kit.errors import SandboxError, SettingsError, ToolSchemaError
+from agentfly_kit.errors import SandboxError, SettingsError, TaskError, ToolSchemaError
 from agentfly_kit.tools import builtin as toolbox
 
 
@@ -127,4 +128,6 @@ test_errors_of_contexts_and_servers = errors.rejected(
     (lambda: sandbox_of(Box, Box, Box), SettingsError, "exactly one pool must provide a Box, got 2"),
     (lambda: holding(game=[1], lock=threading.Lock()).fork("b"), SandboxError,
      "keep in context.state (game, lock) cannot be copied (TypeError"),
+    (lambda: af.envs.agent(Guess, af.ScriptedEngine(["7"]), chat=chat(), size=1).rollout([GUESS_TASK, TASK]), TaskError,
+     "Guess.reset requires the field 'target', which task 't' does not have (its fields: answer, lock"),
 )  # fmt: skip

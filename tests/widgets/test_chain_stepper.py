@@ -289,8 +289,7 @@ async def test_the_chain_in_sight_is_a_selection_and_opens_as_tokens() -> None:
 
 
 async def test_errors_are_on_the_page_and_kept() -> None:
-    chain = agents.scripted(["42"]).chain(agents.tasks()[0])
-    view = w.ChainStepper(chain)
+    view = w.ChainStepper(agents.scripted(["42"]), agents.tasks()[0])
     show(view)
     await press(view, "act")
     assert "there is nothing to run" in view._notice
@@ -305,7 +304,7 @@ async def test_errors_are_on_the_page_and_kept() -> None:
     await press(view, "switch", 7)
     assert "got 7" in view._notice
     click(view, "no such thing")
-    assert len(chain.turns) == 2
+    assert len(view.chain.turns) == 2
 
 
 async def test_a_click_while_something_runs_is_refused_and_a_cancel_ends_it() -> None:
@@ -390,9 +389,8 @@ async def test_a_trajectory_of_another_agent_or_a_lost_sandbox_is_refused() -> N
         "must begin with the prompt of this agent",
     )
 
-    @af.tool
+    @af.tool(describe="optional")
     async def look(sandbox: agents.Box) -> str:
-        """Look."""
         return "seen"
 
     async with af.Pool(agents.Box, size=1) as pool:
@@ -405,13 +403,12 @@ async def test_a_trajectory_of_another_agent_or_a_lost_sandbox_is_refused() -> N
 
 
 async def test_nasty_texts_arrive_as_text() -> None:
-    chain = agents.played([agents.call()], max_turns=30).chain(agents.tasks()[0])
-    view = w.ChainStepper(chain)
+    view = w.ChainStepper(agents.played([agents.call()], max_turns=30), agents.tasks()[0])
     await press(view, "sample")
     for text in NASTY:
         await press(view, "observe", text)
         check_static(view)
-        if chain.turn.kind == "observation":
+        if view.chain.turn.kind == "observation":
             await press(view, "rewind")
     assert "\u202e" not in json.dumps(view._state, ensure_ascii=False)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import agents
 import errors
 import numpy as np
+import pytest_asyncio
 from test_chain_stepper import again
 from views import NASTY, check_static, leaves, press, put, sent, trajectory, unpack
 
@@ -21,13 +22,13 @@ def text_at(packed: dict[str, bytes], i: int) -> str:
     return packed["text"][ends[i] : ends[i + 1]].decode()
 
 
-async def some_rollout() -> af.Rollout:
+@pytest_asyncio.fixture
+async def rollout() -> af.Rollout:
     agent = agents.played(lambda task, turn: [agents.call("2+3"), "42"][turn], max_turns=3)
     return await agent.rollout(agents.tasks(3), group_size=2)
 
 
-async def test_it_shows_a_rollout_and_selects_trajectories() -> None:
-    rollout = await some_rollout()
+async def test_it_shows_a_rollout_and_selects_trajectories(rollout: af.Rollout) -> None:
     view = w.TrajectoryView(rollout)
     assert repr(view) == "TrajectoryView(6 trajectories, 0 succeeded, 0 unscored)"
     assert sent(view)["_about"]["n"] == 6
@@ -73,8 +74,7 @@ async def test_tasks_of_a_table_are_shown_by_their_question_and_answer() -> None
     ]  # fmt: skip
 
 
-async def test_notes_are_saved_with_the_rollout(tmp_path: Path) -> None:
-    rollout = await some_rollout()
+async def test_notes_are_saved_with_the_rollout(tmp_path: Path, rollout: af.Rollout) -> None:
     rollout.trajectories[2].annotate("from a cell")
     view = w.TrajectoryView(rollout)
     assert view._notes == {"2": "from a cell"}
@@ -89,8 +89,7 @@ async def test_notes_are_saved_with_the_rollout(tmp_path: Path) -> None:
     assert view._notes == {"2": "from a cell"}
 
 
-async def test_search_looks_in_all_texts_and_results() -> None:
-    rollout = await some_rollout()
+async def test_search_looks_in_all_texts_and_results(rollout: af.Rollout) -> None:
     view = w.TrajectoryView(rollout)
     put(view, "_query", "2+3")
     assert view._found["n"] == 6
@@ -102,8 +101,7 @@ async def test_search_looks_in_all_texts_and_results() -> None:
     assert view._found["n"] == 0
 
 
-async def test_what_a_batch_left_out_says_why() -> None:
-    rollout = await some_rollout()
+async def test_what_a_batch_left_out_says_why(rollout: af.Rollout) -> None:
     first = rollout.trajectories[0].replace(
         reward=None, stop="error", error=af.Failure("tool x", "OSError", "disk full")
     )
@@ -158,11 +156,11 @@ async def test_it_opens_tokens_and_the_stepper() -> None:
     assert (await again(view._code["text"], rollout=rollout, agent=agent)).turns == rollout.trajectories[1].turns
 
 
-async def test_it_keeps_no_rollout_alive_and_says_so() -> None:
-    rollout = af.Rollout.from_trajectories([t.replace() for t in await some_rollout()])
-    view = w.TrajectoryView(rollout)
+async def test_it_keeps_no_rollout_alive_and_says_so(rollout: af.Rollout) -> None:
+    copies = af.Rollout.from_trajectories([t.replace() for t in rollout])
+    view = w.TrajectoryView(copies)
     put(view, "_selected", [0])
-    del rollout
+    del copies
     gc.collect()
     assert view.selection.ids
     errors.check(view.selection.to_frame, LookupError, "keep the rollout in a variable")

@@ -73,8 +73,12 @@ def test_a_number_is_written_the_same_in_the_cell_and_on_the_page() -> None:
     assert json.loads(done.stdout) == [number(v) for v in values]
 
 
-def test_bundle_holds_the_live_and_the_static_form() -> None:
-    view = w.TokenView(trajectory())
+@pytest.fixture
+def view() -> w.TokenView:
+    return w.TokenView(trajectory())
+
+
+def test_bundle_holds_the_live_and_the_static_form(view: w.TokenView) -> None:
     assert set(view._repr_mimebundle_()[0]) == {"text/plain", "text/html", WIDGET_MIME}
     assert view._repr_html_() is None
     view.close()
@@ -133,8 +137,7 @@ def test_views_and_their_comms_are_freed() -> None:
         assert left() == "1 0\n"
 
 
-def test_what_the_page_sets_is_checked() -> None:
-    view = w.TokenView(trajectory())
+def test_what_the_page_sets_is_checked(view: w.TokenView) -> None:
     put(view, "signal", "entropy")
     put(view, "_selected", [[0, 1, 3]])
     assert (view.signal, view.selection.tokens, view._notice) == ("entropy", 2, "")
@@ -145,8 +148,7 @@ def test_what_the_page_sets_is_checked() -> None:
     assert view.selection.tokens == 2 and "do not exist" in view._notice
 
 
-def test_open_and_close_are_told_by_the_pages() -> None:
-    view = w.TokenView(trajectory())
+def test_open_and_close_are_told_by_the_pages(view: w.TokenView) -> None:
     for content, expected in (
         ({"kind": "open", "page": "a"}, True), ({"kind": "open", "page": "b"}, True),
         ({"kind": "close", "page": "a"}, True),
@@ -259,9 +261,8 @@ def test_throttle_outlives_its_loop() -> None:
 
 @pytest.mark.parametrize("open_page", [True, False])
 def test_a_picture_that_cannot_be_drawn_is_reported_and_the_last_one_stays(
-    monkeypatch: pytest.MonkeyPatch, open_page: bool
+    monkeypatch: pytest.MonkeyPatch, open_page: bool, view: w.TokenView
 ) -> None:
-    view = w.TokenView(trajectory())
     view._display_ids.append("cell")
     sent_messages: list[Any] = []
     monkeypatch.setattr(view, "send", sent_messages.append)

@@ -115,9 +115,8 @@ async def test_whose_fault_it_was() -> None:
 
 
 async def test_a_slow_call_is_cancelled_and_two_are_refused() -> None:
-    @af.tool
+    @af.tool(describe="optional")
     async def slow(seconds: Annotated[float, "how long"]) -> str:
-        """Wait."""
         await asyncio.sleep(seconds)
         return "done"
 
@@ -133,9 +132,8 @@ async def test_a_slow_call_is_cancelled_and_two_are_refused() -> None:
 
 
 async def test_a_form_takes_its_sandbox_from_the_pool_and_its_fields_from_the_task() -> None:
-    @af.tool
+    @af.tool(describe="optional")
     async def say(text: Annotated[str, "what"], box: agents.Box, greeting: af.FromTask[str]) -> str:
-        """Say it."""
         return await box.run(f"{greeting} {text}")
 
     pool = af.Pool(agents.Box, size=1)
