@@ -27,12 +27,17 @@ def chain_label(trajectory: Any) -> str:
     return f"chain {trajectory.chain}" if is_hash(trajectory.task.id) else str(trajectory.id)
 
 
-def cell_of(id: str, trajectory: Any, source: str, agent: Any) -> str:
-    """Return code for a cell that finds the trajectory in the expression `source` and continues it as a chain."""
+def find_in(source: str, id: str) -> str:
+    """Return a Python expression for the trajectory with this id in the expression `source`."""
+    return f"next(t for t in {source} if t.id == {id!r})"
+
+
+def cell_of(trajectory: Any, found: str, agent: Any) -> str:
+    """Return code for a cell that continues a trajectory, given by its name or the expression `found`, as a chain."""
     name = _named(trajectory) if trajectory is not None else None
     who = (_named(agent) if agent is not None else None) or "agent"
     return "\n".join((
-        f"trajectory = {name or f'next(t for t in {source} if t.id == {id!r})'}",
+        f"trajectory = {name or found}",
         "print(trajectory.explain())",
         f"chain = {who}.chain(trajectory)  # with its turns; chain.rewind(to=2) goes back, chain.step() continues",
     ))  # fmt: skip
@@ -42,7 +47,7 @@ class ChainsView(Opener):
     """View with a list from which a chain can be picked. `selection` contains the picked chain, and `opened` is the
     TokenView or ChainStepper that shows it.
 
-    Subclasses implement `_agent_for()`, `_expression()`, and `_trajectory(id)`, which may raise LookupError.
+    Subclasses implement `_agent_for()`, `_expression(id)`, and `_trajectory(id)`, which may raise LookupError.
     """
 
     picking: ClassVar[frozenset[str]] = frozenset(
@@ -62,8 +67,8 @@ class ChainsView(Opener):
         """Return the agent of the chains, or None."""
         return None
 
-    def _expression(self) -> str:
-        """Return a Python expression for the trajectories."""
+    def _expression(self, id: str) -> str:
+        """Return a Python expression for the chain with this id."""
         raise NotImplementedError
 
     @property
@@ -97,15 +102,18 @@ class ChainsView(Opener):
         """Show the tokens of the picked chain, or of the chain with the given id."""
         if value is not None:
             self.pick(value)
-        self._shown = self._trajectory(self._picked_id())
-        self._show_below(TokenView(self._shown, agent=self._agent_for()))
+        old, self._shown = self.opened, self._trajectory(self._picked_id())
+        view = TokenView(self._shown, agent=self._agent_for())
+        if isinstance(old, TokenView):  # the same chain, which may have had fewer turns
+            view.signal, view._selected = old.signal, old._selected
+        self._show_below(view)
 
     def _do_chain_stepper(self, _: Any) -> None:
         self._show_below(ChainStepper(self._agent_for(), self._trajectory(self._picked_id())))
 
     def _do_chain_code(self, _: Any) -> None:
         id = self._picked_id()
-        text = cell_of(id, self._trajectory(id), self._expression(), self._agent_for())
+        text = cell_of(self._trajectory(id), self._expression(id), self._agent_for())
         self._cell = {"n": self._cell.get("n", 0) + 1, "text": sendable(text)}
 
     def _do_chain_leave(self, _: Any) -> None:

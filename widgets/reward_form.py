@@ -16,7 +16,7 @@ import traitlets
 from agentfly_kit.types import text_of
 
 from ._chain_code import _named
-from ._chains import ChainsView, chain_label
+from ._chains import ChainsView, chain_label, find_in
 from ._format import SUCCESS_RULE, count, escape, number, sendable, shared_prefix, tag
 from ._saved import update_after_each_cell
 
@@ -231,9 +231,9 @@ class RewardForm(ChainsView):
     def _agent_for(self) -> Any:
         return self._agent
 
-    def _expression(self) -> str:
+    def _expression(self, id: str) -> str:
         rollout = self.record
-        return f"{(_named(rollout) if rollout is not None else None) or 'rollout'}.trajectories"
+        return find_in(f"{(_named(rollout) if rollout is not None else None) or 'rollout'}.trajectories", id)
 
     @property
     def picked(self) -> Any:

@@ -166,10 +166,12 @@ class RolloutView(ChainsView, LiveView):
                 "reward": pack([np.nan if c.reward is None else c.reward for c in s.chains]),
             }
             self._about = self._summary(handle, s)
-        if isinstance(self.opened, TokenView) and (now := self._find(self._picked_id())) is not None:
-            was = self._shown
-            if (len(now.turns), now.stop, now.reward) != (len(was.turns), was.stop, was.reward):
-                self._do_chain_tokens(None)
+        below = self.opened
+        # A chain that is stepped by hand below its tokens would be lost with them.
+        if isinstance(below, TokenView) and below.stepper is None:
+            was, now = self._shown, self._find(self._picked_id())
+            if now is not None and (len(now.turns), now.stop, now.reward) != (len(was.turns), was.stop, was.reward):
+                self._handle_action("chain_tokens", None)  # on the event loop of the view
 
     def _summary(self, handle: Any, s: Any) -> dict[str, Any]:
         counts = dict.fromkeys(RESULTS, 0)
@@ -254,9 +256,10 @@ class RolloutView(ChainsView, LiveView):
     def _agent_for(self) -> Any:
         return getattr(self._handle(), "agent", None)
 
-    def _expression(self) -> str:
+    def _expression(self, id: str) -> str:
         run = self.record
-        return f"{(_named(run) if run is not None else None) or 'run'}{'.rollout' if self._training else ''}.partial"
+        name = (_named(run) if run is not None else None) or "run"
+        return f"{name}{'.latest_rollout[1]' if self._training else ''}.find({id!r})"
 
     # --- buttons ---
 

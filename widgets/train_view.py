@@ -15,7 +15,7 @@ from agentfly_kit.integrations.html import escape_control_chars
 from agentfly_kit.types import text_of
 
 from ._base import LiveView
-from ._chains import ChainsView
+from ._chains import ChainsView, find_in
 from ._curves import Source
 from ._format import number, pack, sendable, shared_prefix
 from ._panels import EVAL_METRIC, METRIC, compute, default_panels, describe, make_panels, metric_names
@@ -251,9 +251,9 @@ class TrainView(ChainsView, LiveView):
             return self._agent
         return getattr(self._sources[int(self._list.get("run", 0))].run(), "agent", None)
 
-    def _expression(self) -> str:
+    def _expression(self, id: str) -> str:
         folder = self._sources[int(self._list.get("run", 0))].folder
-        return f"af.Run({str(folder)!r}).rollout({self._list.get('step')})"
+        return find_in(f"af.Run({str(folder)!r}).rollout({self._list.get('step')})", id)
 
     @traitlets.validate("step")
     def _known(self, proposal: Any) -> int | None:

@@ -15,7 +15,7 @@ from agentfly_kit.types import text_of
 from ._base import Opener
 from ._chain_code import _named
 from ._chain_page import call_state
-from ._chains import cell_of
+from ._chains import cell_of, find_in
 from ._format import count, escape, number, picture, pictures, sendable, tag
 from ._selection import Trajectories
 from ._tokens import some
@@ -205,7 +205,8 @@ class TrajectoryView(Opener):
     def to_code(self, i: int) -> str:
         """Return code for a cell that retrieves the trajectory at index `i` and continues it as a chain."""
         source = _named(self.record) if self.record is not None else None
-        return cell_of(self._kept[i].id, self._trajectories[i](), f"{source or 'rollout'}.trajectories", self._agent)
+        found = find_in(f"{source or 'rollout'}.trajectories", self._kept[i].id)
+        return cell_of(self._trajectories[i](), found, self._agent)
 
     def __repr__(self) -> str:
         c = self._about["counts"]

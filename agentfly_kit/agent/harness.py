@@ -96,6 +96,7 @@ class HarnessChain(BaseChain):
         self._in_order = asyncio.Lock()
         self._serving: set[asyncio.Task[tuple[Turn, Reply]]] = set()
         self._limit_reached = asyncio.Event()
+        self._given_up: Outcome | None = None  # if a harness repeats requests that are refused
         self._base_session = self._session
         self._ordered: tuple[Turn, tuple[Turn, ...]] | None = None
 
@@ -124,7 +125,7 @@ class HarnessChain(BaseChain):
         try:
             await asyncio.wait((running, limit), return_when=asyncio.FIRST_COMPLETED)
             if self.stop is None:
-                await self._end_with(running.result())
+                await self._end_with(self._given_up or running.result())
         finally:
             for task in (limit, running, *self._serving):
                 task.cancel()
@@ -157,18 +158,15 @@ class HarnessChain(BaseChain):
                 outcome = dataclasses.replace(outcome, error=error)
         assert outcome.error is not None
         host = self._host_failure(()) is not None or getattr(outcome.error, "host", False)
-        self._fail(failure_from("harness", outcome.error), host)
-
-    def _give_up(self, reason: str) -> None:
-        """End the chain, because the harness repeats requests that are refused."""
-        if self.stop is None and not self.closed:
-            self._fail(Failure.from_exception("harness", RequestError(reason)))
-            self._limit_reached.set()
-
-    def _fail(self, failure: Failure, host: bool = False) -> None:
+        failure = failure_from("harness", outcome.error)
         # An unexpected output of the model may cause an error in the harness. The chain is then scored, because the
         # policy could otherwise avoid low rewards by causing errors. An error before the first action has other causes.
         self._end("error" if host or failure.host or not self.actions else "harness_failed", failure)
+
+    def _give_up(self, reason: str) -> None:
+        """End the chain, because the harness repeats requests that are refused."""
+        self._given_up = self._given_up or Outcome(error=RequestError(reason))
+        self._limit_reached.set()
 
     def _answer(self, text: str | None) -> None:
         """End the chain with the answer `text`, which the harness returned, or the last action if `text` is None."""

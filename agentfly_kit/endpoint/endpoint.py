@@ -191,7 +191,7 @@ class Endpoint(Displayable):
             return _to_answer(await self._on_loop(self._answer(path, _read_json(body))))
         except (AgentFlyError, RecursionError) as error:  # the messages or tools may be too deeply nested
             refusal = error if isinstance(error, RequestError) else RequestError(str(error), code="invalid_request")
-            self._refused += 1
+            self._refused += refusal.status != 404  # agents may probe routes that do not exist
             if self._refused == _MAX_REFUSED:
                 reason = f"{_MAX_REFUSED} requests in a row were refused, the last because {refusal}"
                 self._loop.call_soon_threadsafe(self._give_up, reason)

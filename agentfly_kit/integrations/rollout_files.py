@@ -200,7 +200,8 @@ def _records(row: Any, location: str, chat: Chat | None) -> Iterator[_Record]:
         if "reward" in columns:  # AgentFly records the reward among other values
             reward = ("reward",)
     elif (found := _with_ids(columns, location, chat)) is not None:
-        if isinstance(given := columns.get("rewards"), list | int | float):  # SkyRL: one, or one per token
+        given = columns.get("rewards")  # SkyRL: one, or one per token
+        if not reward and isinstance(given, list | int | float):
             reward, columns["reward"] = ("reward",), math.fsum(given if isinstance(given, list) else [given])
         task = _row_name(columns) or digest(json.dumps(found[0]), size=6)
         yield _Record([found[1]], columns, task, reward, {}, {})

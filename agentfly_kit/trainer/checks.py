@@ -62,6 +62,10 @@ def check_run(sampler: RolloutSampler, eval_tasks: list[Task], run: str | Path |
             policy.accelerator is None or not hasattr(agent.engine, "policy"),
             f"the agent's engine must not sample from a sharded policy in this process, got {agent.engine!r}",
         ),
+        (
+            config.overlap <= 1 or sampler.rollout_workers is None,
+            f"overlap must be at most 1 with workers, which run one rollout after the other, got {config.overlap}",
+        ),
         # Several processes cannot share a budget, a temporary folder, refills or a server.
         (
             not several or sampler.rollout_workers is None,

@@ -102,8 +102,8 @@ class TrainConfig(PPOConfig):
             sampling and updates. With 1, chains are one iteration off-policy. With k > 1, they have k iterations to
             finish, so that a few long chains do not delay the updates; they are up to k iterations off-policy. A
             `LocalEngine` samples them from k copies of the policy, with the weights at their start; other engines go on
-            with each new version. old_logprobs="auto" then means "recompute" if `correction` is set, otherwise
-            "engine".
+            with each new version. At most 1 with `train(workers=)`. old_logprobs="auto" then means "recompute" if
+            `correction` is set, otherwise "engine".
         filters: Functions, such as those in `af.filters`, that return the reason to exclude a chain, or None. Excluded
             chains are treated as unscored.
         refill: Maximum number of times per iteration that additional tasks are sampled to replace groups with no

@@ -328,11 +328,14 @@ class TrainRun(Handle["TrainRun"], Displayable):
             outcome, self.error = "failed", error
             raise
         finally:
-            if self._loop is loop:  # no other loop has started in the meantime
-                self._outcome, self._loop, self.stopping = outcome, None, False
-                self._trackers.end(outcome)
-                self.run.lock.release(self)
-                await self._sampler.cancel_ahead()
+            try:
+                if self._loop is loop:  # no other loop has started in the meantime
+                    await self._sampler.cancel_ahead()
+            finally:
+                if self._loop is loop:
+                    self._outcome, self._loop, self.stopping = outcome, None, False
+                    self._trackers.end(outcome)
+                    self.run.lock.release(self)
 
     def _check_not_iterating(self) -> None:
         if self.iterating:
@@ -347,6 +350,7 @@ class TrainRun(Handle["TrainRun"], Displayable):
                 self.run.reload()
                 self._prepared = False
             if not self._prepared:
+                await self._sampler.cancel_ahead()
                 await self._prepare()
             self._trackers.begin(self.run)
             if self._steps_yielded < self._state.steps:

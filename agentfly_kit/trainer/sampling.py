@@ -8,6 +8,7 @@ import functools
 import math
 import numbers
 import warnings
+import weakref
 from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -60,8 +61,8 @@ class RolloutSampler:
         self._ahead: dict[int, asyncio.Task[Rollout]] = {}
         self._copies: dict[int, Agent] = {}
         self._paused = False
-        # The most recently started rollout, which may be an evaluation or a greedy rollout.
-        self._started: RolloutHandle | None = None
+        # All rollouts that have started and still exist, including evaluations and greedy rollouts.
+        self._started: weakref.WeakSet[RolloutHandle] = weakref.WeakSet()
 
     @functools.cached_property
     def tasks_digest(self) -> str:
@@ -71,24 +72,20 @@ class RolloutSampler:
     def pause(self) -> None:
         """Pause the running chains and the chains of later rollouts, including evaluations."""
         self._paused = True
-        for rollout in self._current():
+        for rollout in [*self._started]:
             rollout.pause()
 
     def resume(self) -> None:
         """Resume the chains after `pause`."""
         self._paused = False
-        for rollout in self._current():
+        for rollout in [*self._started]:
             rollout.resume()
-
-    def _current(self) -> list[RolloutHandle]:
-        """Return the rollouts that may be running. With `overlap`, an evaluation and prefetching run concurrently."""
-        return [*self.running.values(), *([] if self._started is None else [self._started])]
 
     def _pausable(self, agent: Agent, **changes: Any) -> Agent:
         """Return a copy of the agent that pauses and resumes its rollouts together with the run."""
 
         def watch(rollout: RolloutHandle) -> None:
-            self._started = rollout
+            self._started.add(rollout)
             if self._paused:
                 rollout.pause()
             if agent.watch is not None:
@@ -146,7 +143,8 @@ class RolloutSampler:
             rollout = await handle
             return rollout.sum_turn_rewards() if self.config.sum_turn_rewards else rollout
         finally:
-            del self.running[index]
+            if self.running.get(index) is handle:  # a later loop may sample the same iteration
+                del self.running[index]
 
     async def greedy_rewards(self, rollout: Rollout) -> dict[str, float]:
         """Sample a greedy chain for each task. Return the rewards keyed by task id, with NaN for unscored chains."""

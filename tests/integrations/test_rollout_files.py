@@ -147,6 +147,8 @@ async def test_samples_of_a_generator_of_skyrl_are_imitated() -> None:
     ]
     rollout = af.read_rollouts(pd.DataFrame(rows), chat=chat())
     assert [t.reward for t in rollout] == [0.5, 1.0] and len(rollout.groups) == 1
+    (known,) = af.read_rollouts(pd.DataFrame([rows[0] | {"reward": 0.7}]), chat=chat())
+    assert known.reward == 0.7, "a total beside its parts"
     batch = af.collate(rollout, imitate=True)
     assert [batch.ids[0][batch.mask[0]].tolist(), batch.mask.sum().item()] == [action + answer, 2 * sum(mask)]
     stats = await af.imitate(fresh(), rollout, epochs=8, lr=1e-3)

@@ -355,13 +355,14 @@ async def test_pause_reaches_chains_sampled_ahead_beside_an_evaluation() -> None
     policy = learner()
     sampler = RolloutSampler(small(policy), policy, TASKS, SMALL, WorkerGroup(None))
     agent = sampler._pausable(sampler.agent)
-    sampler.running[0] = ahead = agent.rollout(TASKS, 2)
-    running = [asyncio.ensure_future(ahead)]
-    await asyncio.sleep(0)
-    running.append(asyncio.ensure_future(agent.rollout(TASKS[:2], purpose="evaluate")))
-    await asyncio.sleep(0)
+    handles = [agent.rollout(TASKS, 2), agent.rollout(TASKS[:2], purpose="evaluate"), agent.rollout(TASKS[:3])]
+    running = []
+    for handle in handles:
+        running.append(asyncio.ensure_future(handle))
+        await asyncio.sleep(0)
     sampler.pause()
-    assert ahead.snapshot().state == "paused" and not any(each.done() for each in running)
+    assert [handle.snapshot().state for handle in handles] == ["paused"] * 3
+    assert not any(each.done() for each in running)
     sampler.resume()
     await asyncio.gather(*running)
 

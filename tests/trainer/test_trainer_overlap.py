@@ -97,6 +97,32 @@ async def test_chains_of_several_iterations_end_with_the_loop(how: str, tmp_path
     assert [s.step async for s in run][done - 4 :] == [*range(done + 1, 5)] and not left()
 
 
+async def test_workers_run_one_rollout_ahead() -> None:
+    """No cluster is needed, because the settings are checked first."""
+    await errors.check(
+        lambda: start(None, learner(), SMALL.replace(overlap=2), workers=object()),
+        af.errors.SettingsError,
+        "overlap must be at most 1 with workers, which run one rollout after the other, got 2",
+    )
+
+
+async def test_chains_ahead_end_if_another_handle_continues_the_run(tmp_path: Path) -> None:
+    config = SMALL.replace(overlap=2)
+    first, second = (start(tmp_path / "run", learner(), config) for _ in range(2))
+    steps = aiter(first)
+    await anext(steps)
+    async for step in second:
+        if step.step == 3:
+            break
+    await until(lambda: not second._sampler._ahead)
+    assert set(first._sampler._ahead) == {2}
+    seen = []
+    async for step in steps:
+        seen.append(step.step)
+        assert 2 not in first._sampler._ahead
+    assert seen == [2, 3, 4] and not left()
+
+
 async def test_chains_are_sampled_during_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
     real = updates.ppo_step_async
     seen: list[int] = []

@@ -226,14 +226,16 @@ async def test_chains_are_opened_from_their_lanes() -> None:
     await press(view, "chain_stepper")
     assert isinstance(view.opened, w.ChainStepper) and view.opened.chain.agent is agent
     await press(view, "chain_code")
-    assert f"for t in run.partial if t.id == {over!r}" in view._cell["text"]
+    assert f"run.find({over!r})" in view._cell["text"]
     await press(view, "chain_tokens", going)
     assert view._notice == "" and view.opened.trajectories[0].stop == "running"
-    before = view.opened.tokens
+    before, signal = view.opened.tokens, view.opened.signals[-1]
+    view.opened.signal, view.opened._selected = signal, [[0, 1, 3]]
     gate.set()
     rollout = await task
     await until(lambda: view.opened.trajectories[0].stop == "answered")
-    assert view.opened.tokens > before and view.opened.trajectories[0] is next(t for t in rollout if t.id == going)
+    assert view.opened.tokens > before and (view.opened.signal, view.opened._selected) == (signal, [[0, 1, 3]])
+    assert view.opened.trajectories[0] is next(t for t in rollout if t.id == going)
     await press(view, "chain_stepper")
     found: dict[str, Any] = {"agent": agent, "run": run}
     exec(view._cell["text"], found)

@@ -92,10 +92,14 @@ def _pairs(first: tuple[str, ...], second: tuple[str, ...], n: int, rng: random.
     return rng.sample([(a, b) for a in first for b in second], n)
 
 
+@lru_cache(32)
+def _facts(world: int) -> dict[str, dict[str, str]]:
+    return {title: dict(entry.facts) for title, entry in entries(world).items()}
+
+
 def path(question: Question, world: int = 0) -> list[tuple[str, str, str]]:
     """Follow a question's relations. Return (title, relation, value) for each hop; the last value is the answer."""
-    facts = {title: dict(entry.facts) for title, entry in entries(world).items()}
-    return follow(question.start, question.relations, facts)
+    return follow(question.start, question.relations, _facts(world))
 
 
 @lru_cache(32)
