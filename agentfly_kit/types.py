@@ -59,13 +59,13 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 def images_of(messages: Iterable[Mapping[str, Any]]) -> tuple[Any, ...]:
     """Return the images in normalized messages, in order. An image that occurs twice is returned twice."""
-    contents = (m["content"] for m in messages if not isinstance(m["content"], str))
+    contents = (m["content"] for m in messages if not isinstance(m.get("content") or "", str))
     return tuple(part for content in contents for part in content if not isinstance(part, str))
 
 
 def first_image(messages: Iterable[Mapping[str, Any]]) -> str:
     """Return the position of the first normalized message with an image, such as "message 0 (from 'user')", or ""."""
-    with_images = ((i, m) for i, m in enumerate(messages) if not isinstance(m["content"], str))
+    with_images = ((i, m) for i, m in enumerate(messages) if not isinstance(m.get("content") or "", str))
     # A tool result has the name of the tool.
     return next((f"message {i} (from {m.get('name') or m['role']!r})" for i, m in with_images), "")
 
