@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from agentfly_kit.errors import check_choice
+from agentfly_kit.errors import check_choice, check_value
 from agentfly_kit.losses.inputs import as_bool_mask, masked, prepare
 
 Bounds: TypeAlias = Literal["both", "upper"]
@@ -136,6 +136,8 @@ def sapo(
     Raises:  SettingsError if tau or tau_negative is not above 0.
     Source:  SAPO, arXiv 2511.20347.
     """
+    for name, value in (("tau", tau), ("tau_negative", tau_negative)):
+        check_value(name, value, "float", "above 0")
     d, a, _ = prepare(logprobs, old_logprobs, advantages, mask)
     t = torch.where(a > 0, torch.full_like(a, tau), tau_negative)
     return -a * torch.sigmoid(t * (torch.exp(d) - 1)) * 4 / t
