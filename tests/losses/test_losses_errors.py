@@ -37,6 +37,10 @@ test_errors = errors.rejected(
         "advantages must have the shape (2, 3), got (3,)",
     ),
     (lambda: af.losses.ppo(X, X[:, :2], X, M), af.errors.AlignmentError, "old_logprobs must have the shape (2, 3)"),
-    (lambda: af.losses.sapo(X, X, X, M, tau=0), af.errors.SettingsError, "tau must be a finite number above 0, got 0"),
+    (
+        lambda: af.losses.sapo(X, X, X, M, tau=0),
+        af.errors.SettingsError,
+        "tau must be a finite number above 0, got 0",
+    ),
     (lambda: af.losses.kl(X, X, "k4"), af.errors.SettingsError, "got 'k4'"),
 )
