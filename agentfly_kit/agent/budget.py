@@ -181,7 +181,7 @@ def user_replies(agent: AgentSettings, action: Turn) -> bool:
 
 def nudge_after(agent: AgentSettings, action: Turn) -> str | None:
     """Return the user message to append after an action without a tool call, or None if the action is the answer."""
-    nudges = sum(turn.author == "nudge" for turn in action.path)
+    nudges = sum(turn.kind == "observation" and turn.author == "nudge" for turn in action.path)
     return agent.nudge if nudges < agent.max_nudges and action.actions < agent.max_turns else None
 
 
