@@ -168,10 +168,9 @@ class PoolState:
                 self._move(slot, "idle")  # the sandbox was not used yet, so no reset is needed
 
     def started(self, slot: Slot) -> None:
-        """Handle the successful start of a sandbox."""
+        """Handle the successful start of a sandbox, which ends a pause of the circuit breaker."""
         if slot.state == "starting":
-            self.failures = 0
-            self.last_error = None
+            self.failures, self.last_error, self.blocked_until = 0, None, float("-inf")
             self._move(slot, "idle")
 
     def start_failed(self, slot: Slot, error: BaseException, permanent: bool = False) -> None:

@@ -246,6 +246,17 @@ def test_at_most_eight_sandboxes_start_at_once():
     assert len(state.apply(state.started, next(iter(state.slots.values())), now=1).start) == 1
 
 
+def test_a_successful_start_ends_the_pause_after_failed_starts():
+    state = PoolState(2)
+    for ticket in range(2):
+        state.apply(state.requested, ticket, "a", now=0)
+    first, second = state.slots.values()
+    state.apply(state.start_failed, first, OSError("no"), True, now=0)
+    state.apply(state.started, second, now=0)
+    state.apply(state.removed, first, now=0)
+    assert [slot.state for slot in state.slots.values()] == ["leased", "starting"]
+
+
 async def test_leases_expire():
     assert af.Pool(Notes).max_lease == 3600
     pool = af.Pool(Notes, size=1, max_lease=0.05)
