@@ -143,7 +143,7 @@ class PPOConfig(Displayable):
         # The functions in af.losses validate their options, so call them with a single token to check the settings.
         one = torch.zeros(1, 1)
         loss = self.policy_loss()
-        if not callable(self.loss):
+        if loss.name:
             loss.function(one, one, one, one == 0)
         if self.correction is not None:
             try:

@@ -265,6 +265,8 @@ class TrainConfig(PPOConfig):
                 object.__setattr__(self, "advantage", name)
                 return
         check_accepts("advantage", given, "rewards", "groups")
+        if inner is getattr(advantages, name, None):
+            given([0.0, 1.0], [0, 0])  # checks the options
 
     def _check_effects(self) -> None:
         """Raise SettingsError if a setting that differs from its default has no effect."""

@@ -1,6 +1,7 @@
 """Settings, arguments and batches that the steps of PPO and of imitation reject."""
 
 import dataclasses
+import functools
 import math
 from importlib.resources import files
 from typing import Any
@@ -78,6 +79,11 @@ def unlike_a_loss(logprobs: Any, old: Any, adv: Any, mask: Any) -> Any:
     (lambda: stepped(loss="sapo", clip=0.2), TypeError, "clip"),
     (lambda: stepped(loss="cispo", dual_clip=3.0), TypeError, "dual_clip"),
     (lambda: stepped(loss=af.losses.ppo, clip=0.2), af.errors.SettingsError, "functools.partial"),
+    (
+        lambda: af.PPOConfig(loss=functools.partial(af.losses.sapo, tau=0)),
+        af.errors.SettingsError,
+        "tau must be a finite number above 0, got 0",
+    ),
     (
         lambda: stepped(loss=lambda logp, adv, mask: adv),
         af.errors.SettingsError,

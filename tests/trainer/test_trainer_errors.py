@@ -124,6 +124,11 @@ test_settings = errors.rejected(
         "must be a function of (rewards, groups)",
     ),
     (lambda: made(advantage=functools.partial(af.advantages.gae, gamma=0.9)), af.errors.SettingsError, "got 'gae'"),
+    (
+        lambda: made(advantage=functools.partial(af.advantages.grpo, singleton="one")),
+        af.errors.SettingsError,
+        "got 'one'",
+    ),
     *(
         (lambda n=n: made(advantage=n), af.errors.SettingsError, f"got '{n}'; trajectory_level is")
         for n in sorted(NO_ESTIMATORS)
