@@ -138,7 +138,7 @@ async def test_rows_are_bitwise_equal_beside_rows_of_any_length(
     path: str, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path == "modules":
-        monkeypatch.setattr(FusedLlamaDecoder, "try_build", lambda trunk: None)
+        monkeypatch.setattr(FusedLlamaDecoder, "try_build", lambda *given: None)
     if path == "packed":
         monkeypatch.setattr(decoder, "_MIN_PACKED_PARAMETERS", 0)
     policy = random_policy(heads=heads, length=1024)
@@ -773,9 +773,9 @@ async def test_a_model_is_tried_only_while_its_weights_are_locked(
     locked: list[bool] = []
     build = FusedLlamaDecoder.try_build
 
-    def watched(trunk: Any) -> Any:
+    def watched(*given: Any) -> Any:
         locked.append(policy.lock.locked())
-        return build(trunk)
+        return build(*given)
 
     monkeypatch.setattr(FusedLlamaDecoder, "try_build", watched)
     engine = af.LocalEngine(policy)

@@ -28,7 +28,7 @@ Options: TypeAlias = dict[str, Any] | None
 CachedForward: TypeAlias = Callable[[KVCache, Tensor | int, Tensor, Tensor, object, Options], Tensor]
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
-# Maximum number of parameters of a fused model, because fusing copies the weights of the layers.
+# Maximum number of parameters of a fused model, because fusing copies the weights.
 _MAX_PARAMETERS = 1 << 30
 # Models with fewer parameters use torch's layout, because each of oneDNN's products takes 8 us longer to start.
 _MIN_PACKED_PARAMETERS = 1 << 24
@@ -43,7 +43,7 @@ def cached_forward(policy: Policy) -> CachedForward:
     """
     policy.check_head()
     trunk = policy.decoder
-    if (fused := FusedLlamaDecoder.try_build(trunk)) is not None:
+    if (fused := FusedLlamaDecoder.try_build(trunk, policy.model.get_output_embeddings())) is not None:
         return fused
     short = with_short_windows(trunk)
     reason = unsupported_attention(short, recurrent=True)
@@ -101,25 +101,31 @@ def _passes_trial(trunk: Any, forward: CachedForward) -> bool:
 class FusedLlamaDecoder:
     """Decoder that fuses projections of the same input, for Llama-like float32 models on a CPU.
 
-    It holds a copy of the weights of the layers, to which LoRA adapters are added. With a hook, it runs the modules.
+    It holds a copy of the weights, to which LoRA adapters are added. With a hook, it runs the modules.
     """
 
     @classmethod
-    def try_build(cls, trunk: Any) -> FusedLlamaDecoder | None:
-        """Return a fused decoder, or None if the model is unsupported or a trial run differs from the unfused model."""
+    def try_build(cls, trunk: Any, head: Any = None) -> FusedLlamaDecoder | None:
+        """Return a fused decoder, or None if the model is unsupported or a trial run differs from the unfused model.
+
+        `head` is the output layer, which is copied too if it is a linear layer of a model that is not small.
+        """
         try:
             if not _is_supported(trunk):
                 return None
-            decoder = cls(trunk)
+            decoder = cls(trunk, head)
             return decoder if _passes_trial(trunk, decoder) else None
         except (AttributeError, RuntimeError):  # the model's structure differs from the expected one
             return None
 
-    def __init__(self, trunk: Any) -> None:
+    def __init__(self, trunk: Any, head: Any = None) -> None:
         config = trunk.config
         self._trunk = trunk
-        self._modules = list(trunk.modules())
-        self._parameters = list(trunk.parameters())
+        self._head = head if type(head) is nn.Linear else nn.Identity()
+        self._modules = [*trunk.modules(), self._head]
+        self._parameters = [*trunk.parameters(), *self._head.parameters()]
+        # The product with the output matrix, or None if the output layer is to be called.
+        self.head: Product | None = None
         self._adapters = [m for m in self._modules if hasattr(m, "lora_A")]
         self._is_packed = sum(p.numel() for p in self._parameters) > _MIN_PACKED_PARAMETERS
         self._heads = int(config.num_attention_heads)
@@ -143,6 +149,7 @@ class FusedLlamaDecoder:
     ) -> Tensor:
         """Compute hidden states; see `CachedForward`. The fused weights are rebuilt if `stamp` has changed."""
         if any(m._forward_hooks or m._forward_pre_hooks for m in self._modules):
+            self._weights_key = self.head = None
             return _modules_forward(self._trunk)(cache, rows, tokens, positions, stamp, options)
         self._refresh(int(cache.capacity), stamp)
         if tokens.shape[1] == 1:
@@ -236,6 +243,8 @@ class FusedLlamaDecoder:
                 self._layers.append(
                     (*products, layer.input_layernorm.weight, layer.post_attention_layernorm.weight, scale)
                 )
+            if self._is_packed and type(self._head) is nn.Linear:
+                self.head = self._product(self._head)
             self._weights_key = key
         if len(self._cos) < capacity:
             cos, sin = self._trunk.rotary_emb(torch.zeros(1), torch.arange(capacity)[None])
