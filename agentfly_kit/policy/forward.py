@@ -161,8 +161,7 @@ class LanguageModel:
     def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return the float32 logits of N hidden states over a vocabulary of V tokens: (N, d) -> (N, V).
 
-        The product with the output matrix, computed by `head` if given, is scaled and soft-capped as in the model.
-        `placeholders` get -1e9.
+        The product with the output matrix, by `head` if given, is scaled and soft-capped. `placeholders` get -1e9.
 
         Raises:
             PolicyError: If the model changes its logits in another way.
