@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import SimpleNamespace
@@ -158,16 +158,16 @@ class LanguageModel:
             raise SettingsError(f"layers must be a non-empty list of layers from {-n - 1} to {n}, got {layers!r}")
         return layers
 
-    def logits(self, hidden: Tensor) -> Tensor:
+    def logits(self, hidden: Tensor, head: Callable[[Tensor], Tensor] | None = None) -> Tensor:
         """Return the float32 logits of N hidden states over a vocabulary of V tokens: (N, d) -> (N, V).
 
-        The product with the output matrix is scaled and soft-capped as in the model. `placeholders` get -1e9.
+        The product with the output matrix, by `head` if given, is scaled and soft-capped. `placeholders` get -1e9.
 
         Raises:
             PolicyError: If the model changes its logits in another way.
         """
         scale, cap = self.check_head()
-        logits = cast(Tensor, self.model.get_output_embeddings()(hidden)).float()
+        logits = cast(Tensor, (head or self.model.get_output_embeddings())(hidden)).float()
         logits = logits if scale == 1 else logits * scale
         logits = torch.tanh(logits / cap) * cap if cap else logits
         if self.placeholders:

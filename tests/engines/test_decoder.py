@@ -7,7 +7,7 @@ import dice
 import numpy as np
 import pytest
 import torch
-from agents import random_policy, shipped
+from agents import shipped
 from torch.overrides import TorchFunctionMode
 
 from agentfly_kit.engines.local import decoder as module
@@ -139,10 +139,35 @@ def both(made: Any, decoder: FusedLlamaDecoder) -> tuple[torch.Tensor, torch.Ten
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("heads", [1, 2, 4])
-def test_fused_states_equal_those_of_the_modules(family: str, heads: int) -> None:
+@pytest.mark.parametrize("smallest", [0, 1 << 24])
+def test_fused_states_equal_those_of_the_modules(
+    family: str, heads: int, smallest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_MIN_PACKED_PARAMETERS", smallest)
     made = model(family, num_key_value_heads=heads)
     theirs, ours = both(made, fused(made))
     assert_close(ours, theirs)
+
+
+def test_adapters_and_hooks_take_effect_at_once() -> None:
+    made = with_adapter()
+    decoder = fused(made)
+    states = []
+    for change in (
+        lambda: [p.data.normal_(std=0.1) for name, p in made.named_parameters() if "lora_" in name],
+        made.merge_adapter,
+        made.unmerge_adapter,
+        lambda: made.add_adapter("second", made.peft_config["default"]),
+        lambda: made.set_adapter("second"),
+        made.base_model.disable_adapter_layers,
+        lambda: made.get_decoder().layers[0].mlp.register_forward_hook(lambda *given: given[2] * 2),
+    ):
+        change()
+        theirs, ours = both(made, decoder)
+        assert_close(ours, theirs)
+        states.append(ours)
+    changed = [float((a - b).abs().max()) > 0.01 for a, b in itertools.pairwise(states)]
+    assert changed == [False, False, False, True, False, True]
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3_text", "starcoder2"])
@@ -261,11 +286,11 @@ def with_another_scale() -> Any:
     return made
 
 
-def with_adapter() -> Any:
+def with_adapter(**options: Any) -> Any:
     import peft
 
-    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
-    return peft.get_peft_model(random_policy(3).copy().model, config)
+    config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", **options)
+    return peft.get_peft_model(model("qwen3"), config)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +303,7 @@ def with_adapter() -> Any:
         lambda: model("llama").to(torch.bfloat16),
         with_hook,
         with_another_scale,
-        with_adapter,
+        lambda: with_adapter(use_dora=True),
     ],
 )
 def test_unsupported_models_are_not_fused(build: Any) -> None:

@@ -26,8 +26,8 @@ from test_decoder import FAMILIES, WINDOWED, model, windowed
 from waiting import GUARD, until
 
 import agentfly_kit as af
+from agentfly_kit.engines.local import decoder, generation
 from agentfly_kit.engines.local import engine as local
-from agentfly_kit.engines.local import generation
 from agentfly_kit.engines.local import slots as slot_table
 from agentfly_kit.engines.local.decoder import FusedLlamaDecoder
 from agentfly_kit.engines.local.generation import ContinuousBatch, _WeightMonitor
@@ -130,6 +130,7 @@ async def test_rows_with_different_settings_are_independent(policy: af.Policy, e
     [
         ("fused", 2),
         ("modules", 4),
+        ("packed", 2),
         *(pytest.param(*more, marks=pytest.mark.long) for more in (("fused", 4), ("modules", 2))),
     ],
 )
@@ -137,7 +138,9 @@ async def test_rows_are_bitwise_equal_beside_rows_of_any_length(
     path: str, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if path == "modules":
-        monkeypatch.setattr(FusedLlamaDecoder, "try_build", lambda trunk: None)
+        monkeypatch.setattr(FusedLlamaDecoder, "try_build", lambda *given: None)
+    if path == "packed":
+        monkeypatch.setattr(decoder, "_MIN_PACKED_PARAMETERS", 0)
     policy = random_policy(heads=heads, length=1024)
     policy.chat = endless().chat
     # Kernels sum over 193 to 511 keys, and over as many beyond each 512, in an order that depends on their number.
@@ -770,9 +773,9 @@ async def test_a_model_is_tried_only_while_its_weights_are_locked(
     locked: list[bool] = []
     build = FusedLlamaDecoder.try_build
 
-    def watched(trunk: Any) -> Any:
+    def watched(*given: Any) -> Any:
         locked.append(policy.lock.locked())
-        return build(trunk)
+        return build(*given)
 
     monkeypatch.setattr(FusedLlamaDecoder, "try_build", watched)
     engine = af.LocalEngine(policy)

@@ -1,13 +1,14 @@
 """Forward pass of the `LocalEngine`, which stores the keys and values of the tokens in a `KVCache`.
 
-A decode step of a small model on a few dozen rows spends more time in Python than in arithmetic. For small Llama-like
-models on a CPU, `FusedLlamaDecoder` makes a third as many function calls. For other models, and for models with an
-adapter or a hook, the model's own modules are called. Before a forward pass is used, its results are compared with
-those of a forward pass without a cache.
+For Llama-like models on a CPU, `FusedLlamaDecoder` makes a third as many function calls, adds LoRA adapters to the
+weights and, unless the model is small, uses oneDNN's layout of the weights. For other models, and for models with a
+hook, the model's own modules are called. Before a forward pass is used, its results are compared with those of a
+forward pass without a cache.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
@@ -15,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from agentfly_kit.engines.local.kv_cache import KVCache, aligned, weighted_sum
+from agentfly_kit.engines.local.kv_cache import KVCache, Product, aligned, packed_product, weighted_sum
 from agentfly_kit.errors import EngineError
 from agentfly_kit.policy.attention import agree, masked_states, shared_keys, unsupported_attention, with_short_windows
 from agentfly_kit.policy.policy import Policy
@@ -27,8 +28,10 @@ Options: TypeAlias = dict[str, Any] | None
 CachedForward: TypeAlias = Callable[[KVCache, Tensor | int, Tensor, Tensor, object, Options], Tensor]
 
 _FAMILIES = ("llama", "qwen2", "qwen3")
-# Maximum number of parameters of a fused model. Fusing copies the weights, and larger models would hardly be faster.
-_MAX_PARAMETERS = 1 << 24
+# Maximum number of parameters of a fused model, because fusing copies the weights.
+_MAX_PARAMETERS = 1 << 30
+# Models with fewer parameters use torch's layout, because each of oneDNN's products takes 8 us longer to start.
+_MIN_PACKED_PARAMETERS = 1 << 24
 
 
 def cached_forward(policy: Policy) -> CachedForward:
@@ -40,7 +43,7 @@ def cached_forward(policy: Policy) -> CachedForward:
     """
     policy.check_head()
     trunk = policy.decoder
-    if (fused := FusedLlamaDecoder.try_build(trunk)) is not None:
+    if (fused := FusedLlamaDecoder.try_build(trunk, policy.model.get_output_embeddings())) is not None:
         return fused
     short = with_short_windows(trunk)
     reason = unsupported_attention(short, recurrent=True)
@@ -96,31 +99,43 @@ def _passes_trial(trunk: Any, forward: CachedForward) -> bool:
 
 
 class FusedLlamaDecoder:
-    """Decoder that fuses projections of the same input, for small Llama-like float32 models on a CPU."""
+    """Decoder that fuses projections of the same input, for Llama-like float32 models on a CPU.
+
+    It holds a copy of the weights, to which LoRA adapters are added. With a hook, it runs the modules.
+    """
 
     @classmethod
-    def try_build(cls, trunk: Any) -> FusedLlamaDecoder | None:
-        """Return a fused decoder, or None if the model is unsupported or a trial run differs from the unfused model."""
+    def try_build(cls, trunk: Any, head: Any = None) -> FusedLlamaDecoder | None:
+        """Return a fused decoder, or None if the model is unsupported or a trial run differs from the unfused model.
+
+        `head` is the output layer, which is copied too if it is a linear layer of a model that is not small.
+        """
         try:
             if not _is_supported(trunk):
                 return None
-            decoder = cls(trunk)
+            decoder = cls(trunk, head)
             return decoder if _passes_trial(trunk, decoder) else None
         except (AttributeError, RuntimeError):  # the model's structure differs from the expected one
             return None
 
-    def __init__(self, trunk: Any) -> None:
+    def __init__(self, trunk: Any, head: Any = None) -> None:
         config = trunk.config
         self._trunk = trunk
-        self._parameters = list(trunk.parameters())
+        self._head = head if type(head) is nn.Linear else nn.Identity()
+        self._modules = [*trunk.modules(), self._head]
+        self._parameters = [*trunk.parameters(), *self._head.parameters()]
+        # The product with the output matrix, or None if the output layer is to be called.
+        self.head: Product | None = None
+        self._adapters = [m for m in self._modules if hasattr(m, "lora_A")]
+        self._is_packed = sum(p.numel() for p in self._parameters) > _MIN_PACKED_PARAMETERS
         self._heads = int(config.num_attention_heads)
         self._kv = int(config.num_key_value_heads)
         first = trunk.layers[0].self_attn
         self._size = int(first.q_proj.weight.shape[0]) // self._heads
         self._eps = float(trunk.norm.variance_epsilon)
         self._weights_key: object = None
-        self._layers: list[tuple[Tensor, ...]] = []
-        self._biases: list[Tensor | None] = []
+        # The products with the weights, and the scales of the normalizations, of each layer.
+        self._layers: list[tuple[Product, Product, Product, Product, Tensor, Tensor, Tensor]] = []
         self._cos = self._sin = torch.zeros(0)
 
     def __call__(
@@ -133,6 +148,9 @@ class FusedLlamaDecoder:
         options: Options = None,
     ) -> Tensor:
         """Compute hidden states; see `CachedForward`. The fused weights are rebuilt if `stamp` has changed."""
+        if any(m._forward_hooks or m._forward_pre_hooks for m in self._modules):
+            self._weights_key = self.head = None
+            return _modules_forward(self._trunk)(cache, rows, tokens, positions, stamp, options)
         self._refresh(int(cache.capacity), stamp)
         if tokens.shape[1] == 1:
             mask = cache.prepare(rows, positions, aligned)
@@ -142,7 +160,7 @@ class FusedLlamaDecoder:
         x = options["inputs_embeds"] if options else F.embedding(tokens, self._trunk.embed_tokens.weight)
         cos, sin = self._cos[positions][:, :, None], self._sin[positions][:, :, None]
         for i, (qkv, out, gate_up, down, before, after, scale) in enumerate(self._layers):
-            found = F.linear(self._norm(x, before), qkv, self._biases[i]).view(count, width, heads + 2 * kv, size)
+            found = qkv(self._norm(x, before)).view(count, width, heads + 2 * kv, size)
             qk = found[:, :, : heads + kv]
             if len(scale):
                 qk = self._norm(qk, None) * scale
@@ -153,9 +171,9 @@ class FusedLlamaDecoder:
             seen = F.scaled_dot_product_attention(
                 qk[:, :, :heads].transpose(1, 2), keys, values, attn_mask=mask, enable_gqa=heads != kv
             )
-            x = x + F.linear(seen.transpose(1, 2).reshape(count, width, heads * size), out)
-            gate, up = F.linear(self._norm(x, after), gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate).mul_(up), down)
+            x = x + out(seen.transpose(1, 2).reshape(count, width, heads * size))
+            gate, up = gate_up(self._norm(x, after)).chunk(2, -1)
+            x = x + down(F.silu(gate).mul_(up))
         return self._norm(x, self._trunk.norm.weight)
 
     def _decode_one_token(self, cache: KVCache, tokens: Tensor, positions: Tensor, mask: Tensor) -> Tensor:
@@ -174,7 +192,7 @@ class FusedLlamaDecoder:
         hidden = torch.where(mask[:, 0, :, None], 0.0, -torch.inf)
         hidden = hidden.expand(rows, kv, share, seen).reshape(rows * kv, share, seen)
         for i, (qkv, out, gate_up, down, before, after, scale) in enumerate(self._layers):
-            found = F.linear(self._norm(x, before), qkv, self._biases[i]).view(rows, heads + 2 * kv, size)
+            found = qkv(self._norm(x, before)).view(rows, heads + 2 * kv, size)
             qk = found[:, : heads + kv]
             if len(scale):
                 qk = self._norm(qk, None).mul_(scale)
@@ -188,37 +206,45 @@ class FusedLlamaDecoder:
             queries = found[:, :heads].reshape(rows * kv, share, size)
             scores = torch.baddbmm(hidden, queries, keys.transpose(1, 2), alpha=size**-0.5)
             mixed = weighted_sum(scores.softmax(-1), values)
-            x = x + F.linear(mixed.view(rows, heads * size), out)
-            gate, up = F.linear(self._norm(x, after), gate_up).chunk(2, -1)
-            x = x + F.linear(F.silu(gate).mul_(up), down)
+            x = x + out(mixed.view(rows, heads * size))
+            gate, up = gate_up(self._norm(x, after)).chunk(2, -1)
+            x = x + down(F.silu(gate).mul_(up))
         return self._norm(x, self._trunk.norm.weight)
 
     def _norm(self, x: Tensor, weight: Tensor | None) -> Tensor:
         return F.rms_norm(x, (x.shape[-1],), weight, self._eps)
 
+    def _product(self, *projections: Any) -> Product:
+        """Return a function that applies projections of the same input and concatenates the results."""
+        weights = [_weight(m) for m in projections]
+        weight = torch.cat(weights) if weights[1:] else weights[0]
+        bias = None if projections[0].bias is None else torch.cat([m.bias for m in projections])
+        if self._is_packed:
+            return packed_product(weight, bias)
+        return functools.partial(F.linear, weight=weight, bias=bias)
+
     def _refresh(self, capacity: int, stamp: object) -> None:
         """Rebuild the fused weights if they have changed, and extend the rotary embedding to `capacity` positions."""
-        key = (stamp, sum(p._version for p in self._parameters))
+        adapters = [(m.merged, m.disable_adapters, m.active_adapters) for m in self._adapters]
+        key = (stamp, sum(p._version for p in self._parameters), adapters)
         if key != self._weights_key:
-            self._layers, self._biases = [], []
+            self._layers = []
             for layer in self._trunk.layers:
                 a, mlp = layer.self_attn, layer.mlp
-                parts = (a.q_proj, a.k_proj, a.v_proj)
                 scale = torch.zeros(0)
                 if hasattr(a, "q_norm"):
                     scale = torch.cat([a.q_norm.weight.expand(self._heads, -1), a.k_norm.weight.expand(self._kv, -1)])
-                self._layers.append(
-                    (
-                        torch.cat([p.weight for p in parts]),
-                        a.o_proj.weight,
-                        torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight]),
-                        mlp.down_proj.weight,
-                        layer.input_layernorm.weight,
-                        layer.post_attention_layernorm.weight,
-                        scale,
-                    )
+                products = (
+                    self._product(a.q_proj, a.k_proj, a.v_proj),
+                    self._product(a.o_proj),
+                    self._product(mlp.gate_proj, mlp.up_proj),
+                    self._product(mlp.down_proj),
                 )
-                self._biases.append(torch.cat([p.bias for p in parts]) if a.q_proj.bias is not None else None)
+                self._layers.append(
+                    (*products, layer.input_layernorm.weight, layer.post_attention_layernorm.weight, scale)
+                )
+            if self._is_packed and type(self._head) is nn.Linear:
+                self.head = self._product(self._head)
             self._weights_key = key
         if len(self._cos) < capacity:
             cos, sin = self._trunk.rotary_emb(torch.zeros(1), torch.arange(capacity)[None])
@@ -248,6 +274,22 @@ def _is_supported(trunk: Any) -> bool:
 def _has_plain_projections(layer: Any) -> bool:
     a, mlp = layer.self_attn, layer.mlp
     without_bias = (a.o_proj, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
-    # An adapter would wrap these modules and thus change their type.
-    linear = all(type(m) is nn.Linear for m in (a.q_proj, a.k_proj, a.v_proj, *without_bias))
+    linear = all(map(_is_plain, (a.q_proj, a.k_proj, a.v_proj, *without_bias)))
     return linear and all(m.bias is None for m in without_bias)
+
+
+def _is_plain(projection: Any) -> bool:
+    """Return True for a linear layer, possibly with LoRA adapters that only add to its weight."""
+    kind = type(projection)
+    if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear"):
+        return kind is nn.Linear
+    plain = not projection.lora_variant and not any(projection.lora_bias.values())
+    return plain and type(projection.base_layer) is nn.Linear
+
+
+def _weight(projection: Any) -> Tensor:
+    """Return the weight of a linear layer, (outputs, inputs), including its active adapters."""
+    weight: Tensor = projection.weight
+    if type(projection) is nn.Linear or projection.merged or projection.disable_adapters:
+        return weight
+    return sum((projection.get_delta_weight(n) for n in projection.active_adapters if n in projection.lora_A), weight)

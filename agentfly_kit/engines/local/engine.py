@@ -40,7 +40,8 @@ _MAX_IMAGES = 16
 class LocalEngine(Engine):
     """Sample from the current weights of `policy`, which the engine shares with the trainer.
 
-    No weights are copied: `update` only checks that it is called with the same policy.
+    `update` only checks that it is called with the same policy. For Llama-like models (Llama, Qwen2, Qwen3) of up to a
+    billion parameters in float32 on a CPU, the engine keeps a copy of the weights, with LoRA adapters added.
 
     Args:
         policy: The policy. The engine tests that its model gives the same hidden states with and without a KV cache.

@@ -232,7 +232,7 @@ class ContinuousBatch:
             left = following
         states = torch.stack([done[slot] for _, slot, _ in chosen])
         padded = torch.cat([states, states[:1].expand(-len(chosen) % ROW_MULTIPLE, -1)])
-        return self.policy.logits(padded)[: len(chosen)], self.policy.version
+        return self._logits(padded)[: len(chosen)], self.policy.version
 
     # --- decoding ---
 
@@ -254,7 +254,7 @@ class ContinuousBatch:
             options["position_ids"] = given[1] + torch.tensor(shifts, device=device)[:, None]
         with self.policy.lock:
             hidden = self._forward(given[0], given[1], rows, options)
-            logits = self.policy.logits(hidden[:, 0])[:count]
+            logits = self._logits(hidden[:, 0])[:count]
             version = self.policy.version
         cache.row_keys[np.arange(count), at[:count]] = tokens[:count]
         cache.length[:count] += 1
@@ -268,6 +268,9 @@ class ContinuousBatch:
         self._check_model()
         stamp = (self._weights.last, self.policy.version)
         return self._cached_forward(self.table.cache, rows, tokens, positions, stamp, options)
+
+    def _logits(self, states: Tensor) -> Tensor:
+        return self.policy.logits(states, getattr(self._cached_forward, "head", None))
 
     def _check_model(self) -> None:
         """Select the forward pass if the model is new or was replaced, for example by adding an adapter."""
