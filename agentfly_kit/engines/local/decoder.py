@@ -225,7 +225,7 @@ class FusedLlamaDecoder:
 
     def _refresh(self, capacity: int, stamp: object) -> None:
         """Rebuild the fused weights if they have changed, and extend the rotary embedding to `capacity` positions."""
-        adapters = [(m.merged, m.disable_adapters, m.active_adapters) for m in self._adapters]
+        adapters = [(m.merged, m.disable_adapters, m.active_adapters, {**m.scaling}) for m in self._adapters]
         key = (stamp, sum(p._version for p in self._parameters), adapters)
         if key != self._weights_key:
             self._layers = []

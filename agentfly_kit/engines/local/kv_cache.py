@@ -22,6 +22,7 @@ have a weight of exactly zero. Measurements revealed these exceptions:
 from __future__ import annotations
 
 import functools
+import platform
 from collections import defaultdict
 from collections.abc import Callable
 from typing import TypeAlias, cast
@@ -69,9 +70,9 @@ def packed_product(weight: Tensor, bias: Tensor | None = None) -> Product:
     """Return a function that computes `F.linear` with oneDNN and a copy of a weight in oneDNN's layout.
 
     For 8 rows and weights outside the processor's cache, it takes about half as long as `F.linear`, which is used if
-    this build of torch has no oneDNN.
+    this build of torch has no oneDNN, and on processors that are not x86, where this was not tested.
     """
-    if not torch.backends.mkldnn.is_available():
+    if not torch.backends.mkldnn.is_available() or platform.machine() not in ("x86_64", "AMD64"):
         return functools.partial(F.linear, weight=weight, bias=bias)
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, 8)  # the layout is fast for any number of rows
     return lambda x: cast(Tensor, torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], ""))
