@@ -16,7 +16,7 @@ import functools
 import hashlib
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -376,9 +376,8 @@ class Contest(SandboxEnvironment):
 # --- tasks ---------------------------------------------------------------------------------------
 
 
-def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
+def rows(n: int, split: str, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Generate tasks of all kinds as rows {"id", "question", "competition", "world"}. The splits are disjoint."""
-    found = []
     for i in range(n):
         kind, world = list(KINDS)[i % len(KINDS)], first_world(split, seed) + i
         metric = KINDS[kind]
@@ -386,10 +385,7 @@ def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
             f"Competition {generate(kind, world).name}: predict y from x1 and x2, measured by {metric}. "
             "baselines.py has zero, mean, median, linear, quadratic, exponential and knn."
         )
-        found.append(
-            {"id": row_id("competition", split, seed, i), "question": question, "competition": kind, "world": world}
-        )
-    return found
+        yield {"id": row_id("competition", split, seed, i), "question": question, "competition": kind, "world": world}
 
 
 # Maps a kind of competition to the model of baselines.py that fits its data.

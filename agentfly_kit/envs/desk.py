@@ -180,7 +180,7 @@ def make(world: int) -> tuple[Screen, str, dict[str, Any]]:
     return screen, f"{before.get(kind, 'C')}lick the {colours[0]} button.", goal
 
 
-def rows(n: int, split: str, seed: int = 0, *, kinds: Sequence[str] = KINDS) -> list[dict[str, Any]]:
+def rows(n: int, split: str, seed: int = 0, *, kinds: Sequence[str] = KINDS) -> Iterator[dict[str, Any]]:
     """Generate tasks as rows {"id", "messages", "world", "kind"}.
 
     Args:
@@ -192,14 +192,12 @@ def rows(n: int, split: str, seed: int = 0, *, kinds: Sequence[str] = KINDS) -> 
     Raises:  SettingsError for an unknown kind.
     """
     check_kinds(kinds, [*KINDS])
-    found = []
     for i in range(n):
         kind = kinds[i % len(kinds)]
         world = len(KINDS) * (first_world(split, seed) + i) + KINDS.index(kind)
         screen, text, _ = make(world)
         message = {"role": "user", "content": [screen.draw(), text]}
-        found.append({"id": row_id("desk", split, seed, i), "messages": [message], "world": world, "kind": kind})
-    return found
+        yield {"id": row_id("desk", split, seed, i), "messages": [message], "world": world, "kind": kind}
 
 
 class Desk:

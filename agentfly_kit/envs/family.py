@@ -11,7 +11,7 @@ import importlib.util
 import os
 import random
 import shutil
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 Move: TypeAlias = "str | tuple[str, Mapping[str, Any]]"
 # Function that takes a task, the messages so far and a random generator, and returns the next move.
 ScriptedPlayer: TypeAlias = Callable[[Task, Sequence[Message], random.Random], Move]
-# Function (n, split, seed, **options) that returns n rows for `af.tasks_from`, or all rows if there are fewer than n.
+# Function (n, split, seed, **options) that generates n rows for `af.tasks_from`, or all rows if there are fewer than n.
 # `split` is "train" or "test". The first rows do not depend on n.
-Rows: TypeAlias = Callable[..., list[dict[str, Any]]]
+Rows: TypeAlias = Callable[..., Iterable[dict[str, Any]]]
 
 
 class PlayerEngine(Engine):
@@ -150,7 +150,7 @@ class Family(Displayable):
         rows: list[dict[str, Any]] = []
         for name, count in self.splits.items():
             if split in (None, name):
-                found = self.rows(count if n is None else n, name, seed, **options)
+                found = list(self.rows(count if n is None else n, name, seed, **options))
                 if n is not None and len(found) < n:
                     raise SettingsError(f"n must be at most {len(found)}, the number of {name} tasks, got {n}")
                 rows += [{**row, "split": name} for row in found]

@@ -6,7 +6,7 @@ The facts are not in the prompt and every task has its own store, so an answer m
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,18 +66,14 @@ def question(facts: Store, rng: random.Random) -> Question:
     return Question(rng.choice(list(facts)), (*(rng.choice(PEOPLE) for _ in range(hops - 1)), rng.choice(KEYS)))
 
 
-def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
+def rows(n: int, split: str, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Generate tasks as rows {"id", "question", "answer", "world"}. The facts of a task are generated from `world`."""
-    found = []
     for i in range(n):
         world = first_world(split, seed) + i
         facts = store(world)
         asked = question(facts, random.Random(f"lookup question {world}"))
         answer = asked.steps(facts)[-1][2]
-        found.append(
-            {"id": row_id("lookup", split, seed, i), "question": asked.text, "answer": answer, "world": world}
-        )
-    return found
+        yield {"id": row_id("lookup", split, seed, i), "question": asked.text, "answer": answer, "world": world}
 
 
 class Lookup:

@@ -7,7 +7,7 @@ and the colour of the one shape with a given form ("binding").
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,7 +84,7 @@ def question(kind: str, rng: random.Random) -> tuple[list[Shape], str, str]:
     return shapes, "Where is the shape?", POSITIONS[shape.cell]
 
 
-def rows(n: int, split: str, seed: int = 0, *, kinds: Sequence[str] = tuple(KINDS)) -> list[dict[str, Any]]:
+def rows(n: int, split: str, seed: int = 0, *, kinds: Sequence[str] = tuple(KINDS)) -> Iterator[dict[str, Any]]:
     """Generate tasks as rows {"id", "messages", "answer", "kind"}.
 
     Args:
@@ -96,14 +96,12 @@ def rows(n: int, split: str, seed: int = 0, *, kinds: Sequence[str] = tuple(KIND
     Raises:  SettingsError for an unknown kind.
     """
     check_kinds(kinds, [*KINDS])
-    found = []
     for i in range(n):
         kind = kinds[i % len(kinds)]
         rng = random.Random(f"shapes {kind} {first_world(split, seed) + i}")
         shapes, text, answer = question(kind, rng)
         message = {"role": "user", "content": [draw(shapes, rng), text]}
-        found.append({"id": row_id("shapes", split, seed, i), "messages": [message], "answer": answer, "kind": kind})
-    return found
+        yield {"id": row_id("shapes", split, seed, i), "messages": [message], "answer": answer, "kind": kind}
 
 
 class Shapes:

@@ -18,7 +18,7 @@ import re
 import sqlite3
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -338,24 +338,20 @@ def question(of: World, rng: random.Random) -> Question:
     return Question(asked, gold, hardness)
 
 
-def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
+def rows(n: int, split: str, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Generate tasks, each with its own database, as rows {"id", "question", "db", "world", "gold", "hardness"}."""
-    found = []
     for i in range(n):
         number = first_world(split, seed) + i
         db = list(SCHEMAS)[i % len(SCHEMAS)]
         asked = question(world(db, number), random.Random(f"sql question {number}"))
-        found.append(
-            {
-                "id": row_id("sql", split, seed, i),
-                "question": f"{SCHEMAS[db].heading}\n{asked.text}",
-                "db": db,
-                "world": number,
-                "gold": asked.gold,
-                "hardness": asked.hardness,
-            }
-        )
-    return found
+        yield {
+            "id": row_id("sql", split, seed, i),
+            "question": f"{SCHEMAS[db].heading}\n{asked.text}",
+            "db": db,
+            "world": number,
+            "gold": asked.gold,
+            "hardness": asked.hardness,
+        }
 
 
 # --- external files ------------------------------------------------------------------------------

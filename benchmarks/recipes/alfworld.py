@@ -117,7 +117,9 @@ class Recipe(BaseRecipe):
 
     @classmethod
     def tasks(cls, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
-        return {split: alfworld.rows(n, split, seed, size="small") for split, n in (("train", 768), ("test", 192))}
+        return {
+            split: list(alfworld.rows(n, split, seed, size="small")) for split, n in (("train", 768), ("test", 192))
+        }
 
     def sample(self) -> Game:
         return games.game(_FIRST_GAME + self.rng.randrange(10_000_000_000), "small")

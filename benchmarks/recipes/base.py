@@ -69,7 +69,7 @@ class BaseRecipe:
     def tasks(cls, seed: int = 0) -> dict[str, list[dict[str, Any]]]:
         """Generate the rows of the shipped tasks, by split."""
         family = getattr(envs, cls.name).family
-        return {split: family.rows(count, split, seed) for split, count in family.splits.items()}
+        return {split: list(family.rows(count, split, seed)) for split, count in family.splits.items()}
 
     def sample(self) -> Any:
         """Sample the subject of one demonstration, such as a question. Test tasks are never sampled."""

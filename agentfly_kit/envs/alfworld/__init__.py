@@ -7,9 +7,10 @@ loads ALFWorld's own games and other TextWorld games for the same agent.
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from agentfly_kit import tasks as task_sets
@@ -151,7 +152,7 @@ def game_of(task: Task) -> Game:
 
 def rows(
     n: int, split: str, seed: int = 0, size: Size = "full", kinds: Sequence[str] = KINDS
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Generate tasks as rows {"id", "question", "game", "size", "kind"}. No game is in both splits.
 
     Args:
@@ -166,13 +167,11 @@ def rows(
     first -= first % len(KINDS)
     prefix = split if size == "full" else f"{split}-{size}"
     numbers = (i for i in range(first, first + 1_000_000) if KINDS[i % len(KINDS)] in kinds)
-    found = []
-    for _, which in zip(range(n), numbers, strict=False):
+    for which in itertools.islice(numbers, n):
         goal = games.game(which, size).goal
         question = f"{goal.text[0].upper()}{goal.text[1:]}."
         name = row_id("alfworld", prefix, seed, which - first)
-        found.append({"id": name, "question": question, "game": which, "size": size, "kind": goal.kind})
-    return found
+        yield {"id": name, "question": question, "game": which, "size": size, "kind": goal.kind}
 
 
 def tasks_in(folder: str | os.PathLike[str], *, kinds: Sequence[str] | None = None) -> Tasks:

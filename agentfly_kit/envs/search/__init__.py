@@ -17,7 +17,7 @@ import functools
 import random
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -217,22 +217,18 @@ def snippet(document: Document, query: str) -> str:
     return best if wanted & set(words(best)) else document.text
 
 
-def rows(n: int, split: str, seed: int = 0) -> list[dict[str, Any]]:
+def rows(n: int, split: str, seed: int = 0) -> Iterator[dict[str, Any]]:
     """Generate tasks as rows {"id", "question", "answer", "support", "world"}. Every fifth question is a test task."""
     chosen = [q for i, q in enumerate(encyclopedia.questions(seed)) if (i % 5 == 4) == (split == "test")]
-    found = []
     for i, question in enumerate(chosen[:n]):
         steps = encyclopedia.path(question, seed)
-        found.append(
-            {
-                "id": row_id("search", split, seed, i),
-                "question": question.text,
-                "answer": steps[-1][2],
-                "support": [title for title, _, _ in steps],
-                "world": seed,
-            }
-        )
-    return found
+        yield {
+            "id": row_id("search", split, seed, i),
+            "question": question.text,
+            "answer": steps[-1][2],
+            "support": [title for title, _, _ in steps],
+            "world": seed,
+        }
 
 
 def expert_player(task: Task, messages: Sequence[Message], rng: random.Random) -> Move:
