@@ -27,8 +27,7 @@ _NUMBER = (
     r"-?([0-9]{1,4300}|[0-9]{1,308}(\.[0-9]+)?([eE]-[0-9]+)?"
     r"|[0-9]{1,8}(\.[0-9]+)?[eE]\+?([0-9]{1,2}|[12][0-9]{2}|300))"
 )
-_STRING = r'"([^"\\]|\\["\\bfnrt]|\\u00([01][0-9a-fA-F]|7[fF]))*"'
-_SCALAR = f"({_NUMBER}|{_STRING}|true|false|null)"
+_SCALAR = rf'({_NUMBER}|"([^"\\]|\\["\\bfnrt]|\\u00([01][0-9a-fA-F]|7[fF]))*"|true|false|null)'
 _PUNCTUATION = "[]{},: "
 _JSON = rf"({_SCALAR}?[{re.escape(_PUNCTUATION)}])*{_SCALAR}?"
 _CACHE_SIZE = 256
@@ -61,14 +60,15 @@ class Grammars:
             SettingsError: if a JSON schema has keywords or values that are not supported.
         """
         if constraint not in self._cache:
-            grammars = self.to_lark(constraint), self.to_lark(constraint, plain=True)
-            matchers = [self._matcher(self._tokenizer, grammar, log_level=0) for grammar in grammars]
+            matchers = [
+                self._matcher(self._tokenizer, self.to_lark(constraint, plain=plain), log_level=0)
+                for plain in (False, True)
+            ]
             if problem := matchers[0].get_error():
                 reason = problem.strip().splitlines()[0]
                 alone = [dataclasses.replace(constraint, choices=(choice,)) for choice in constraint.choices]
-                invalid = [self._matcher.validate_grammar(self.to_lark(one), self._tokenizer) for one in alone]
-                before = next((one.choices[0][0] for one, error in zip(alone, invalid, strict=True) if error), "")
-                where = f" after {before!r}" if before else ""
+                wrong = filter(lambda one: self._matcher.validate_grammar(self.to_lark(one), self._tokenizer), alone)
+                where = f" after {before!r}" if (before := next(wrong, constraint).choices[0][0]) else ""
                 raise SettingsError(f"the reply{where} cannot be constrained to this JSON schema: {reason}")
             if len(self._cache) >= _CACHE_SIZE:
                 self._cache.clear()
