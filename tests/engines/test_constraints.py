@@ -201,6 +201,15 @@ def test_the_mass_of_improbable_tokens_is_positive_and_other_filters_apply_to_th
     assert sample_tokens(logits, 0 * one, noise, allowed=allowed).ids.tolist() == [2, 0, 2]
 
 
+@pytest.mark.parametrize("size", [400, 401, 416])
+def test_masks_have_an_entry_per_id(size: int) -> None:
+    chat = shipped().chat
+    matchers = Grammars(chat, size).matchers(Constraint((("", "{}"),)))
+    mask = allowed_tokens([matchers, ()], size, torch.device("cpu"))
+    (letter, digit) = chat.encode("z")[0], chat.encode("7")[0]
+    assert mask.shape == (2, size) and mask[1].all() and not mask[0, letter] and mask[0, digit]
+
+
 async def test_samples_do_not_depend_on_constraints_of_other_requests() -> None:
     agent = agent_of(shipped())
     constraint = constraint_of(agent, TOOLS.schemas, must_call="calculator")

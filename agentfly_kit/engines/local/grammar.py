@@ -114,9 +114,9 @@ class Grammars:
 
 def allowed_tokens(matchers: Sequence[Sequence[Any]], vocab_size: int, device: torch.device) -> Tensor:
     """Return a mask, (B rows, V ids), of the tokens that all matchers of a row allow next."""
-    bits = np.full((len(matchers), -(-vocab_size // 32) * 4), 255, dtype=np.uint8)
+    bits = np.full((len(matchers), -(-vocab_size // 8)), 255, dtype=np.uint8)
     for row, of_row in zip(bits, matchers, strict=True):
         for matcher in of_row:
-            row &= np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)
+            row &= np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)[: len(row)]  # may be padded
     mask = np.unpackbits(bits, axis=1, count=vocab_size, bitorder="little")
     return torch.from_numpy(mask.view(np.bool_)).to(device)
