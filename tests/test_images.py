@@ -168,6 +168,7 @@ def test_parts_of_messages() -> None:
         assert types.text_of(message) == "What is\n[image 32 x 24]" and types.images_of([message]) == (whole,)
     assert task("a", whole) == task("a", url) != task("a", af.Image(picture("blue")))
     assert task("a", "b").messages[0]["content"] == "ab"
+    assert types.first_image([{"role": "assistant"}, *task("a", whole).messages]) == "message 1 (from 'user')"
     for part in ({"type": "image_url", "image_url": {"url": "/etc/passwd"}}, {"type": "image", "image": "a.png"}):
         errors.check(
             lambda: task(part), af.errors.TaskError, "message 0 (role 'user'): an image part must be a data URL"

@@ -91,6 +91,19 @@ async def test_images_that_a_processor_or_a_template_refuses() -> None:
         (system, af.errors.ChatTemplateError, "got 0 for 1 images; put images into user messages"),
     ):
         errors.check(lambda message=message: chat.prompt([message, user("?")]), error, text)
+    thin = picture(5, (8192, 1))
+    looking = agent(
+        vision_models.shared("qwen2_5_vl"), tools=[af.tool(lambda: thin, name="look", description="Look.")]
+    )
+    bad = task(9, thin)
+    rejected = "task 't9': the image processor rejected an image ([image 8192 x 1]): absolute aspect"
+    await errors.check(lambda: looking.rollout([bad, TASKS[3]]), af.errors.SettingsError, rejected)
+    (good, failed) = (await looking.rollout([TASKS[3], bad])).trajectories
+    chain = looking.chain(TASKS[3])
+    await chain.prepare()
+    chain.force('<tool_call>{"name":"look","arguments":{}}</tool_call>')
+    for t in (failed, await chain.run()):
+        assert t.stop == "error" and "rejected an image" in str(t.error) and good.error is None, t
     batch = batch_of(await agent(vision_models.shared("idefics3")).rollout(TASKS, 2))
     other = vision_models.policy("idefics3")
     other.chat.reader.processor.image_processor.size = {"longest_edge": 16}

@@ -95,8 +95,12 @@ class RolloutRequest:
         agent.check_tasks(self.tasks)
         if agent.exact and not is_long(agent.opening(self.tasks[0])):
             # Render the first prompt here, so that an error is raised if the template rejects every task. If the
-            # template rejects only a later task, the error is recorded in the trajectories of that task.
-            agent.chat.prompt(agent.opening(self.tasks[0]), agent.tools.schemas)
+            # template, or the image processor, rejects only a later task, the error is recorded in the trajectories of
+            # that task.
+            try:
+                agent.chat.prompt(agent.opening(self.tasks[0]), agent.tools.schemas)
+            except SettingsError as error:
+                raise SettingsError(f"task {self.tasks[0].id!r}: {error}") from error
 
 
 def group_ids(tasks: Iterable[Task], index: int, purpose: str) -> list[str]:

@@ -38,10 +38,10 @@ def wire_messages(messages: Sequence[Message], thinking_field: str) -> list[dict
         if calls or sent["role"] == "assistant":
             open_calls = {call["id"] for call in calls}
         if images := images_of([message]):
-            sent["content"] = _wire_parts(message["content"])
+            sent["content"] = wire_parts(message["content"])
         if sent["role"] == "tool":
             if images:
-                shown += _wire_parts([f"Images returned by {message.get('name') or 'the tool'}:", *images])
+                shown += wire_parts([f"Images returned by {message.get('name') or 'the tool'}:", *images])
                 sent["content"] = "\n".join(part for part in message["content"] if isinstance(part, str))
             if sent.get("tool_call_id") not in open_calls:
                 sent = {"role": "user", "content": sent["content"]}
@@ -49,7 +49,8 @@ def wire_messages(messages: Sequence[Message], thinking_field: str) -> list[dict
     return out
 
 
-def _wire_parts(parts: Iterable[Any]) -> list[dict[str, Any]]:
+def wire_parts(parts: Iterable[Any]) -> list[dict[str, Any]]:
+    """Return texts and images as parts of a message in the format of the Chat Completions API."""
     return [
         {"type": "text", "text": part}
         if isinstance(part, str)

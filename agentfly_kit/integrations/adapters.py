@@ -7,13 +7,14 @@ import inspect
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from agentfly_kit.engines.chat_messages import wire_parts
 from agentfly_kit.errors import RewardError, SettingsError, TaskError
 from agentfly_kit.rewards import Reward
 from agentfly_kit.tools.calling import call_user_function
 from agentfly_kit.tools.injection import FromPool
 from agentfly_kit.tools.tool import tool
 from agentfly_kit.trajectories import Trajectory
-from agentfly_kit.types import Message, Task, ToolResult
+from agentfly_kit.types import Message, Task, ToolResult, is_image
 
 # Arguments that TRL's GRPOTrainer passes to rewards besides dataset columns. Each is a list with one item per chain.
 _BATCH = ("prompts", "completions", "completion_ids", "environments")
@@ -68,7 +69,7 @@ def reward(
     fields = [p for p in parameters.values() if p.name not in given and p.kind is not p.VAR_KEYWORD]
 
     def scored(trajectory: Trajectory, sandbox: Any = None, **_: Any) -> Any:
-        prompt, completion = _split(trajectory)
+        prompt, completion = _split(trajectory, trl=batched)
         values = dict(trajectory.task.fields)
         if batched:
             ids = [int(i) for row in trajectory.rows for i in row.ids] if trajectory.rows[0].exact else []
@@ -98,9 +99,19 @@ def reward(
     return Reward(scored, weight=weight, name=name)
 
 
-def _split(trajectory: Trajectory) -> tuple[list[Message], list[Message]]:
-    """Return the messages of the prompt, and all later messages."""
-    messages = [dict(message) for message in trajectory.messages]
+def _split(trajectory: Trajectory, *, trl: bool) -> tuple[list[Message], list[Message]]:
+    """Return the messages of the prompt, and all later messages, whose images are parts as in TRL or verifiers."""
+
+    def part(given: Any) -> dict[str, Any]:
+        return {"type": "image", "image": given.to_pil()} if trl and is_image(given) else wire_parts([given])[0]
+
+    messages = [
+        {
+            key: [*map(part, value)] if key == "content" and isinstance(value, tuple) else value
+            for key, value in m.items()
+        }
+        for m in trajectory.messages
+    ]
     start = len(trajectory.turns[0].messages)
     return messages[:start], messages[start:]
 

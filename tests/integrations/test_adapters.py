@@ -12,6 +12,7 @@ import errors
 import numpy as np
 import packages
 import pytest
+import vision_models
 from paths import TESTS
 from waiting import GUARD, until
 
@@ -56,6 +57,32 @@ async def test_rewards_of_trl() -> None:
     tools = await chain(af.trl.reward(short), texts=(agents.call("2+3"), "5"), tools=[agents.calculator])
     assert tools.reward == 4 + 3, "the call, its result and the answer"
     assert af.trl.reward(exact).fingerprint != af.trl.reward(skipped, name="exact").fingerprint
+
+
+@pytest.mark.parametrize("trl", [True, False])
+async def test_images_are_parts_as_the_library_writes_them(trl: bool) -> None:
+    seen: list[Any] = []
+    image = af.Image(vision_models.picture(1))
+
+    def of_trl(prompts: Any, completions: Any) -> list[float]:
+        return [float(seen.extend((*prompts, *completions)) or 1)]
+
+    def of_verifiers(prompt: Any, completion: Any) -> float:
+        return float(seen.extend((prompt, completion)) or 1)
+
+    policy = vision_models.shared("idefics3")
+    given = {"chat": policy.chat, "reward": af.trl.reward(of_trl if trl else of_verifiers), "max_turns": 1}
+    agent = af.Agent(af.LocalEngine(policy), sampling=af.Sampling(max_tokens=2), **given)
+    messages = ({"role": "system", "content": "Look."}, {"role": "user", "content": ["What is", image]})
+    await agent.rollout(af.Task("t", messages))
+    (system, user), completion = seen
+    part = (
+        {"type": "image", "image": image.to_pil()}
+        if trl
+        else {"type": "image_url", "image_url": {"url": image.data_url}}
+    )
+    assert system["content"] == "Look." and isinstance(completion[0]["content"], str)
+    assert user == {"role": "user", "content": [{"type": "text", "text": "What is"}, part]}
 
 
 async def test_rewards_of_verifiers() -> None:

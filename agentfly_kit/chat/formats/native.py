@@ -110,7 +110,8 @@ class Llama3(Format):
     """Format of Llama 3, in which a call is a JSON object without tags: `{"name": ..., "parameters": {...}}`.
 
     An action may contain several calls, optionally separated by semicolons. JSON whose first key is neither "name" nor
-    "type" is an answer.
+    "type" is an answer. So is JSON after other text: the template asks for a reply that is a call, and it renders a
+    message with a call without its text, so text before a call could not be part of the conversation.
     """
 
     name = "llama3"

@@ -153,15 +153,15 @@ class LocalEngine(Engine):
         session = None if request is None else request.session
         images = () if request is None else request.images
         constraint = None if request is None else request.constraint
-        matcher = None if constraint is None else self._grammars.matcher(constraint)
-        got: Sample = await self._submit(ids, sampling, seed, session, 0, matcher, images)
+        matchers = () if constraint is None else self._grammars.matchers(constraint)
+        got: Sample = await self._submit(ids, sampling, seed, session, 0, matchers, images)
         return got
 
     def constraint_obstacle(self) -> str:
         return grammar.obstacle(self.policy.chat)
 
     def check_constraint(self, constraint: Constraint) -> None:
-        self._grammars.matcher(constraint)
+        self._grammars.matchers(constraint)
 
     @functools.cached_property
     def _grammars(self) -> grammar.Grammars:
@@ -171,7 +171,7 @@ class LocalEngine(Engine):
         self, ids: Sequence[int], sampling: Sampling, *, top: int = 20, images: Sequence[ImageSpan] = ()
     ) -> tuple[list[int], list[float], float]:
         got: tuple[list[int], list[float], float] = await self._submit(
-            ids, sampling, 0, None, max(1, top), None, images
+            ids, sampling, 0, None, max(1, top), (), images
         )
         return got
 
@@ -193,7 +193,7 @@ class LocalEngine(Engine):
         seed: int,
         session: str | None,
         top: int,
-        matcher: Any = None,
+        matchers: Sequence[Any] = (),
         images: Sequence[ImageSpan] = (),
     ) -> Any:
         self._check_ids(ids)
@@ -208,7 +208,7 @@ class LocalEngine(Engine):
             keys = row_keys(array, images)
         loop = asyncio.get_running_loop()
         limit = min(sampling.max_tokens, self.max_length - len(ids))
-        wanted = Request(array, keys, sampling, seed, session, loop.create_future(), limit, top, matcher, images)
+        wanted = Request(array, keys, sampling, seed, session, loop.create_future(), limit, top, matchers, images)
         with self._wake:
             self._submitted.append(wanted)
             if self._thread is None:

@@ -294,10 +294,10 @@ class ContinuousBatch:
             return torch.tensor(values, device=device) if any(value != off for value in values) else None
 
         allowed = None
-        if any(request.matcher is not None for request in requests):
+        if any(request.matchers for request in requests):
             from agentfly_kit.engines.local.grammar import allowed_tokens
 
-            allowed = allowed_tokens([request.matcher for request in requests], logits.shape[-1], device)
+            allowed = allowed_tokens([request.matchers for request in requests], logits.shape[-1], device)
         # A filter that no request uses is None and is skipped.
         drawn = sample_tokens(
             logits,
@@ -326,7 +326,7 @@ class ContinuousBatch:
                 request.kept_mass.append(kept_mass[i])
             if self._alternatives:
                 request.alternatives.append(tuple(zip(top[0][i], top[1][i], strict=True)))
-            if request.matcher is not None and not request.matcher.consume_token(ids[i]):
+            if not all(matcher.consume_token(ids[i]) for matcher in request.matchers):
                 ended[i] = "abort"  # `Request.sample` returns an error
                 continue
             # A stop token counts as a stop, not as a truncation, even if it is the last token within the limit.

@@ -37,8 +37,8 @@ class Request:
     limit: int
     # If positive, return this many of the most probable next tokens instead of sampling.
     top: int = 0
-    # Matcher for the constraint (see grammar.py), or None if all tokens are allowed.
-    matcher: Any = None
+    # Matchers for the constraint (see grammar.py). Without matchers, all tokens are allowed.
+    matchers: Sequence[Any] = ()
     # Spans of the ids that are placeholders of images.
     images: Sequence[ImageSpan] = ()
     # Difference between rotary position and position after the prompt; an image takes up fewer rotary positions.
@@ -56,9 +56,9 @@ class Request:
 
     def sample(self, stop: Any) -> Sample | EngineError:
         """Return the sampled tokens with their stop reason, or an error if the constraint could not be followed."""
-        if self.matcher is not None and (problem := self.matcher.get_error()):
+        if problem := "".join(matcher.get_error() for matcher in self.matchers):
             return EngineError(f"the constraint could not be followed: {problem}")
-        truncated = self.sampling.truncates or (self.matcher is not None and not self.sampling.greedy)
+        truncated = self.sampling.truncates or (bool(self.matchers) and not self.sampling.greedy)
         return Sample(
             ids=tuple(self.sampled),
             logprobs=tuple(self.logprobs),

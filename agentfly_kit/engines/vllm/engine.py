@@ -326,7 +326,7 @@ class VLLMEngine(Engine):
         return f"vLLM ends a constrained action with the EOS token, which must be one of stop_ids {self.stop_ids}"
 
     def check_constraint(self, constraint: Constraint) -> None:
-        self._grammars.matcher(constraint)
+        self._grammars.matchers(constraint)
 
     @functools.cached_property
     def _grammars(self) -> grammar.Grammars:
