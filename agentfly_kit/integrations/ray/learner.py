@@ -18,7 +18,7 @@ from torch.distributed import init_process_group
 
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch
-from agentfly_kit.errors import AgentFlyError, SettingsError, TrainingError, check_count, check_instance
+from agentfly_kit.errors import AgentFlyError, SettingsError, TrainingError, check_count, check_instance, check_value
 from agentfly_kit.integrations.ray.cluster import Processes, connected, describe_node
 from agentfly_kit.policy.forward import ScoreName
 from agentfly_kit.policy.policy import Policy
@@ -205,7 +205,11 @@ class Learner(Processes):
 
         Args:
             lr: Learning rate; None keeps the learning rate of the last start.
+
+        Raises:
+            SettingsError: If `lr` is not a positive finite number.
         """
+        check_value("lr", lr, "float | None", "above 0")
         self._lr = lr or self._lr
         await run_in_thread(self._reset, on_cancel=self.close)
 
