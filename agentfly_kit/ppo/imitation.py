@@ -168,12 +168,15 @@ def _updates(optimizer: torch.optim.Optimizer, count: int, done: Sequence[Stats]
         if not done:
             return f"imitation, update 1 of {count}"
         left = (time.monotonic() - began) / len(done) * (count - len(done))
-        progress = f"{len(done)} of {count} updates done, loss {smoothed_loss(done):.2f}"
-        return f"imitation, {progress}, about {left:.0f} s left"
+        return (
+            f"imitation, {len(done)} of {count} updates done, loss {smoothed_loss(done):.2f}, about {left:.0f} s left"
+        )
 
     def result() -> str:
-        seconds = time.monotonic() - began
-        return f"imitation: {len(done)} updates in {seconds:.0f} s, final loss {smoothed_loss(done):.3f}"
+        return (
+            f"imitation: {len(done)} updates in {time.monotonic() - began:.0f} s, "
+            f"final loss {smoothed_loss(done):.3f}"
+        )
 
     with show_progress(describe, result):
         for i in range(count):

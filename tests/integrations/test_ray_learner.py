@@ -1,7 +1,6 @@
 """Updates by two processes of a Ray cluster, each with half of the weights: equal to those of one process."""
 
 import asyncio
-import dataclasses
 import functools
 import os
 import signal
@@ -199,11 +198,11 @@ def test_what_a_learner_refuses(cluster: Any) -> None:
             call: Any = functools.partial(af.imitate, trained, shown, **options)
             errors.check(lambda call=call: asyncio.run(call()), af.errors.SettingsError, text)
         batch = made(other.policy, 2)
-        locked = batch.trajectories[0].replace(
-            task=dataclasses.replace(batch.trajectories[0].task, fields={"lock": threading.Lock()})
-        )
-        batch = batch.replace(trajectories=(locked, *batch.trajectories[1:]))
-        errors.check(lambda: asyncio.run(other.step(batch)), af.errors.SettingsError, "cannot be sent")
+        lock, other_words = threading.Lock(), batch.trajectories[0].replace(vocabulary="another")
+        locked = af.PPOConfig(loss=lambda *_: lock)
+        errors.check(lambda: asyncio.run(other.step(batch, locked)), af.errors.SettingsError, "cannot be sent")
+        batch = batch.replace(trajectories=(other_words, *batch.trajectories[1:]))
+        errors.check(lambda: asyncio.run(other.step(batch)), af.errors.BatchError, "another tokenizer")
     errors.check(lambda: af.ray.learner(policy, 1, num_cpus=99, timeout=1.0), af.errors.SettingsError, "needs 99 CPU")
-    half = af.Policy(policy.model.to(torch.bfloat16), policy.chat)
-    errors.check(lambda: af.ray.learner(half, 2), af.errors.SettingsError, "must have float32 weights")
+    half = af.Policy(policy.model.half(), policy.chat)
+    errors.check(lambda: af.ray.learner(half, 2), af.errors.SettingsError, "must have float32 or bfloat16 weights")
