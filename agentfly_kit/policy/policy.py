@@ -266,11 +266,12 @@ class Policy(Displayable, LanguageModel):
     def shard(self, accelerator: Any) -> Policy:
         """Distribute the weights over the processes of an accelerate.Accelerator, in place, and return the policy.
 
-        All processes must call it, with the same weights, before they create an optimizer; see docs/cluster.md.
+        All processes must call it, with the same weights, before they create an optimizer; see docs/cluster.md. Trained
+        weights in bfloat16 are kept and updated in float32, and gathered and computed in bfloat16.
 
         Raises:
-            SettingsError: If the policy is sharded already, is a vision policy, was loaded with `device_map`, or is not
-                in float32.
+            SettingsError: If the policy is sharded already, is a vision policy, was loaded with `device_map`, or has
+                weights in other types than float32 and bfloat16.
         """
         from agentfly_kit.policy.sharding import shard
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed import broadcast_object_list
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from agentfly_kit._display import Displayable
@@ -37,14 +37,10 @@ def shard(policy: Policy, accelerator: Any) -> Policy:
         raise SettingsError("device_map must not be given to Policy.load for a policy that is sharded")
     if policy.chat.reader is not None:
         raise SettingsError("policy must be a text policy to be sharded, got a vision policy")
-    if other := {p.dtype for p in policy.parameters()} - {torch.float32}:
-        raise SettingsError(
-            f"a sharded policy must have float32 weights, got {other.pop()}; load it with dtype='float32', and use "
-            "PPOConfig(autocast='bfloat16') for speed"
-        )
     # Run these trials and compute the sizes now, because neither is possible with sharded weights.
     policy.check_head()
     _ = policy._sharing_obstacle, policy.size, policy.vocab_size
+    dtypes = {name: tensor.dtype for name, tensor in policy._full_state().items()}
     mesh = init_device_mesh(policy.device.type, (accelerator.num_processes,))
     _shard_module(policy.model, mesh)
     policy.model.call_sharded = types.MethodType(lambda _, function: function(), policy.model)
@@ -52,7 +48,7 @@ def shard(policy: Policy, accelerator: Any) -> Policy:
     head = policy.value_head
     for module in [head.trunk, head.head] if isinstance(head, Critic) else [head] if head is not None else []:
         _shard_module(module, mesh)
-    policy.accelerator = accelerator
+    policy.__dict__.update(accelerator=accelerator, dtypes=dtypes)
     policy.__class__ = _subclass(ShardedPolicy, type(policy))
     return policy
 
@@ -60,12 +56,26 @@ def shard(policy: Policy, accelerator: Any) -> Policy:
 def _shard_module(root: Any, mesh: Any) -> None:
     from transformers.modeling_layers import GradientCheckpointingLayer
 
+    trained = {p.dtype for p in root.parameters() if p.requires_grad}
+    used, rounded = {p.dtype for p in root.parameters()}, torch.bfloat16 in trained
+    if used - {torch.float32, torch.bfloat16} or (rounded and len(used) > 1):
+        raise SettingsError(
+            "a sharded policy must have float32 or bfloat16 weights, of one type if bfloat16 weights are trained, "
+            f"got {', '.join(sorted(map(str, used)))}; load it with one of these dtypes"
+        )
+    precision = MixedPrecisionPolicy()
+    if rounded:  # keep and reduce in float32, as `adamw` does in one process, but gather and compute in bfloat16
+        precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        for p in root.parameters():
+            p.data = p.data.float() if p.requires_grad else p.data
     layers = [module for module in root.modules() if isinstance(module, GradientCheckpointingLayer)]
     for module in (*layers, root):
-        sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True)
+        sharded: Any = fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision)
         # The loss of a minibatch is the sum over processes, so gradients are summed, not averaged.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)
+    for p in root.parameters():
+        p.rounded = rounded
 
 
 def _subclass(mixin: type, base: type) -> Any:
@@ -74,6 +84,8 @@ def _subclass(mixin: type, base: type) -> Any:
 
 class ShardedPolicy(Policy):
     """Policy whose weights are sharded over processes. All processes must call its methods together."""
+
+    dtypes: dict[str, torch.dtype]  # of the weights before sharding; shards of trained bfloat16 weights are float32
 
     # --- forward passes ---
 
@@ -127,8 +139,7 @@ class ShardedPolicy(Policy):
         for name, tensor in state.items():
             key = ties.get(name, name)
             if key not in found:
-                whole = _whole(tensor.detach())
-                found[key] = whole.cpu() if self.accelerator.is_main_process else whole.new_empty(0)
+                found[key] = _whole(tensor.detach().to(self.dtypes[name]), self.accelerator)
         return {name: found[ties.get(name, name)] for name in state} if self.accelerator.is_main_process else {}
 
     def state(self) -> dict[str, Tensor]:
@@ -181,32 +192,37 @@ class _GatheredPolicy(Policy):
         n = len(VALUE_HEAD_PREFIX)
         head = {name[n:]: tensor for name, tensor in self.whole.items() if name.startswith(VALUE_HEAD_PREFIX)}
         model = {name: tensor for name, tensor in self.whole.items() if not name.startswith(VALUE_HEAD_PREFIX)}
-        return self._write(Path(path), head, state_dict=model)
+        dtype = next(iter(model.values())).dtype
+        folder = self._write(Path(path), head, state_dict=model)
+        if not self.has_adapter:  # transformers has written the dtype of the shards
+            self.model.config.dtype = dtype
+            self.model.config.save_pretrained(folder)
+        return folder
 
 
 def gather(policy: Any, optimizer: torch.optim.Optimizer) -> tuple[Policy, Any]:
     """Return a policy and an optimizer that can be saved, with the full weights and moments in the main process."""
     saved = optimizer.state_dict()
-    moments: dict[int, dict[str, Tensor]] = {}
+    parameters: list[Any] = [p for group in optimizer.param_groups for p in group["params"]]
     for i, values in saved["state"].items():
-        moments[i] = {}
-        for name, tensor in values.items():
-            whole = _whole(tensor)
-            if policy.accelerator.is_main_process:
-                moments[i][name] = whole.cpu()
-    saved["state"] = moments
+        master = {"master": parameters[i].detach()} if parameters[i].rounded else {}  # see `adamw`
+        saved["state"][i] = {name: _whole(tensor, policy.accelerator) for name, tensor in (values | master).items()}
     return policy.gathered(), SimpleNamespace(state_dict=lambda: saved)
 
 
 def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return this process's part of an optimizer state that contains full moments."""
+    """Return this process's part of an optimizer state that contains full moments. Load float32 copies of weights."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     parts = {i: {k: _part(v, parameters[i]) for k, v in values.items()} for i, values in state["state"].items()}
+    for i, values in parts.items():
+        parameters[i].data.copy_(values.pop("master", parameters[i].data))
     return {**state, "state": parts}
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+def _whole(tensor: Tensor, accelerator: Any) -> Tensor:
+    """Return a full tensor on the CPU in the main process, and an empty one in the others."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.cpu() if accelerator.is_main_process else whole.new_empty(0)
 
 
 def _part(whole: Tensor, like: Tensor | None) -> Tensor:

@@ -91,6 +91,7 @@ async def imitate(
     minibatch: int = 32,
     lr: float = 1e-3,
     seed: int = 0,
+    learner: Any = None,
 ) -> list[Stats]:
     """Train a policy to imitate recorded actions of people, scripts, other policies, or the policy itself.
 
@@ -105,6 +106,7 @@ async def imitate(
         lr: Peak learning rate. The rate rises from 0 during the first 5 % of the updates and decays linearly to a
             tenth of the peak.
         seed: Seed for the order of trajectories.
+        learner: Processes created by `af.ray.learner` that update the policy. None updates it in this process.
 
     Returns:
         The statistics of each update.
@@ -112,44 +114,73 @@ async def imitate(
     Raises:
         AlignmentError: If a weight is negative or not finite, or if the weights have the wrong shape.
         BatchError: If there is nothing to imitate, or if a trajectory has no token ids.
-        SettingsError: If `lr` is not a positive finite number.
+        SettingsError: If `lr` is not a positive finite number, or if `learner` is for another policy.
+        TrainingError: If a process of the learner has failed. The policy then has the weights of the last update.
     """
     batch = collate(rollout, weights, imitate=True if authors is None else authors)
     generator = torch.Generator().manual_seed(seed)
     order = [rows for _ in range(epochs) for rows in minibatches(batch.trajectory_index, minibatch, generator)]
+    if learner is None:
+        optimizer = adamw(policy, lr)
+    elif getattr(learner, "policy", None) is not policy:
+        raise SettingsError("learner must update the policy that is trained: af.ray.learner(policy, n)")
+    else:
+        await learner.reset(lr)
+        optimizer = learner.optimizer
     cancel = threading.Event()
-    steps = imitation_steps(policy, map(batch.select, order), len(order), lr, cancel)
-    out: list[Stats] = []
-    while (stats := await run_in_thread(functools.partial(next, steps, None), on_cancel=cancel.set)) is not None:
-        out.append(stats)
-    return out
+    done: list[Stats] = []
+    for i in _updates(optimizer, len(order), done):
+        part = batch.select(order[i])
+        if learner is None:
+            step = functools.partial(imitation_step, policy, optimizer, part, cancel=cancel)
+            done.append(await run_in_thread(step, on_cancel=cancel.set))
+        else:
+            done.append(await learner.step(part))
+    return done
 
 
-def imitation_steps(
-    policy: Policy,
-    batches: Iterable[Batch],
-    count: int,
-    lr: float,
-    cancel: threading.Event | None = None,
-) -> Iterator[Stats]:
+def imitation_steps(policy: Policy, batches: Iterable[Batch], count: int, lr: float) -> Iterator[Stats]:
     """Update a policy on `count` batches, with the learning rates of `imitate`. Yield the statistics of each update."""
     optimizer = adamw(policy, lr)
-    began, done, loss = time.monotonic(), 0, math.nan
+    done: list[Stats] = []
+    for _, batch in zip(_updates(optimizer, count, done), batches, strict=False):
+        done.append(imitation_step(policy, optimizer, batch))
+        yield done[-1]
+
+
+def smoothed_loss(stats: Sequence[Stats]) -> float:
+    """Return the moving average of the losses of updates at the last of them; NaN if there are none."""
+    losses = [each.loss for each in stats] or [math.nan]
+    return functools.reduce(lambda mean, loss: 0.9 * mean + 0.1 * loss, losses)
+
+
+def _updates(optimizer: torch.optim.Optimizer, count: int, done: Sequence[Stats]) -> Iterator[int]:
+    """Yield the number of each of `count` updates, with its learning rate set, and show the progress.
+
+    Args:
+        optimizer: Optimizer of the policy.
+        count: Number of updates.
+        done: Statistics, to which the caller appends after each update.
+    """
+    began = time.monotonic()
 
     def describe() -> str:
         if not done:
             return f"imitation, update 1 of {count}"
-        left = (time.monotonic() - began) / done * (count - done)
-        return f"imitation, {done} of {count} updates done, loss {loss:.2f}, about {left:.0f} s left"
+        left = (time.monotonic() - began) / len(done) * (count - len(done))
+        return (
+            f"imitation, {len(done)} of {count} updates done, loss {smoothed_loss(done):.2f}, about {left:.0f} s left"
+        )
 
     def result() -> str:
-        return f"imitation: {done} updates in {time.monotonic() - began:.0f} s, final loss {loss:.3f}"
+        return (
+            f"imitation: {len(done)} updates in {time.monotonic() - began:.0f} s, "
+            f"final loss {smoothed_loss(done):.3f}"
+        )
 
     with show_progress(describe, result):
-        for i, batch in zip(range(count), batches, strict=False):
+        for i in range(count):
             scale = min(1.0, (i + 1) / max(1.0, _WARMUP * count)) * (1 - 0.9 * i / count)
             for group in optimizer.param_groups:
                 group["lr"] = group.setdefault("initial_lr", group["lr"]) * scale
-            stats = imitation_step(policy, optimizer, batch, cancel=cancel)
-            loss, done = 0.9 * loss + 0.1 * stats.loss if done else stats.loss, i + 1
-            yield stats
+            yield i

@@ -148,7 +148,7 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
             f"token ids must be below {policy.vocab_size}, the vocabulary size of the policy, got {largest}; the batch "
             "was made with another tokenizer"
         )
-    _check_vocabulary(policy, batch.trajectories, batch.row_index)
+    check_vocabulary(policy, batch.trajectories, batch.row_index)
     # The remaining checks are for probability ratios, which imitated tokens do not have.
     if batch.imitation:
         if config.loss != "reinforce" or config.old_logprobs != "engine":
@@ -179,7 +179,7 @@ def check_batch(policy: Policy, batch: Batch, config: PPOConfig, reference: Poli
         )
 
 
-def _check_vocabulary(policy: Policy, trajectories: Sequence[Trajectory], row_index: Tensor) -> None:
+def check_vocabulary(policy: Policy, trajectories: Sequence[Trajectory], row_index: Tensor) -> None:
     """Raise BatchError if the token ids of a trajectory belong to a vocabulary other than the policy's."""
     own = policy.chat.vocabulary
     remedy = "sample with the chat of this policy, as af.envs.lookup.expert(policy) does"

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from agentfly_kit._display import Displayable
-from agentfly_kit.errors import PolicyError, SettingsError, check_choice, check_value
+from agentfly_kit.errors import PolicyError, check_choice, check_value
 from agentfly_kit.policy.adapter import with_lora
 from agentfly_kit.policy.attention import use_soft_caps
 from agentfly_kit.policy.forward import LanguageModel
@@ -110,8 +110,6 @@ def estimate_memory(
     check_value("processes", processes, "int", "of at least 1")
     PPOConfig(autocast=autocast, checkpointing=checkpointing)  # checks the values
     check_choice("dtype", dtype, Literal["float32", "bfloat16"])
-    if dtype != "float32" and processes > 1:
-        raise SettingsError(f"dtype must be 'float32' for several processes, got {dtype!r}; use autocast='bfloat16'")
     config = _config(model)
     from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -141,17 +139,19 @@ def estimate_memory(
     gradients = sum(p.numel() * p.element_size() for p in trained)
     rounded = sum(p.numel() for p in trained if p.dtype == torch.bfloat16)
     weights = sum(p.numel() * p.element_size() for p in held)
-    gathered = 0
+    gathered = wider = 0
     if processes > 1:
         layers = [m for m in language.model.modules() if isinstance(m, GradientCheckpointingLayer)]
         sizes = [sum(p.numel() * p.element_size() for p in layer.parameters()) for layer in layers] or [0]
         # One layer, and the weights outside the layers with their gradients.
         gathered = max(sizes) + 2 * (weights - sum(sizes))
+        # Shards of trained bfloat16 weights and of their gradients are in float32.
+        wider, rounded = 2 * rounded, 0
     return MemoryEstimate(
         parameters=sum(p.numel() for p in held),
         trained=sum(p.numel() for p in trained),
-        weights=math.ceil(weights / processes),
-        gradients=math.ceil(gradients / processes),
+        weights=math.ceil((weights + wider) / processes),
+        gradients=math.ceil((gradients + wider) / processes),
         optimizer=math.ceil((8 * sum(p.numel() for p in trained) + 4 * rounded) / processes),
         activations=memory.peak - gradients + gathered,
         step=4 * rounded,

@@ -314,14 +314,12 @@ def _untrained(words: Sequence[str], seed: int) -> Policy:
 def _imitate(policy: Policy, batches: Iterator[Sequence[Trajectory]], steps: int, lr: float) -> float:
     """Train on batches of demonstrations and return the smoothed final loss."""
     from agentfly_kit.batch.collate import collate
-    from agentfly_kit.ppo.imitation import imitation_steps
+    from agentfly_kit.ppo.imitation import imitation_steps, smoothed_loss
 
-    smooth = 0.0
     collated = (collate(batch, imitate=True) for batch in batches)
-    for step, stats in enumerate(imitation_steps(policy, collated, steps, lr)):
-        smooth = stats.loss if step == 0 else 0.9 * smooth + 0.1 * stats.loss
+    done = [*imitation_steps(policy, collated, steps, lr)]
     policy.version = 0  # count only the updates that the user of the policy makes
-    return smooth
+    return smoothed_loss(done)
 
 
 # --- shipped policies ----------------------------------------------------------------------------

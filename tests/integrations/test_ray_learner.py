@@ -1,7 +1,7 @@
 """Updates by two processes of a Ray cluster, each with half of the weights: equal to those of one process."""
 
 import asyncio
-import dataclasses
+import functools
 import os
 import signal
 import threading
@@ -45,7 +45,7 @@ def away(a: af.Policy, b: af.Policy) -> float:
 def test_steps_equal_those_of_one_process(cluster: Any) -> None:
     policy = random_policy(3)
     alone, reference, batch = policy.copy(), policy.reference(), made(policy, 9)
-    imitated = af.collate(trajectories(policy, 6), imitate=True)
+    shown = trajectories(policy, 6)
     optimizer = af.adamw(alone, 1e-3)
 
     async def steps(there: Any) -> None:
@@ -57,8 +57,6 @@ def test_steps_equal_those_of_one_process(cluster: Any) -> None:
             got, wanted = ([getattr(s, name) for name in STATS] for s in (stats, here))
             assert got == pytest.approx(wanted, rel=1e-4, abs=1e-5) and stats.batch is batch
             assert policy.version == alone.version
-        await there.step(imitated)
-        af.imitation_step(alone, optimizer, imitated)
         assert away(policy, alone) < 1e-5
         assert torch.allclose(
             there.score(policy, batch, "logprob", None)[batch.mask],
@@ -66,18 +64,30 @@ def test_steps_equal_those_of_one_process(cluster: Any) -> None:
             atol=1e-4,
         )
         assert not there.score(reference, batch, "logprob", None)[batch.mask].isnan().any()
+        got = await af.imitate(policy, shown, minibatch=3, lr=1e-3, learner=there)
+        assert len(got) == 4 and policy.version == alone.version + 4
+        for stats, here in zip(got, await af.imitate(alone, shown, minibatch=3, lr=1e-3), strict=True):
+            assert (stats.loss, stats.grad_norm, stats.lr) == pytest.approx(
+                (here.loss, here.grad_norm, here.lr), 1e-4
+            )
+        print("imitated", away(policy, alone))
+        assert away(policy, alone) < 1e-4
 
         # An error that all processes raise leaves them usable, and so does a cancelled step.
         undefined = batch.replace(advantages=batch.advantages * torch.nan)
         await errors.check(lambda: there.step(undefined, CONFIG), af.errors.BatchError, "finite advantages")
-        before, steps = policy.version, there._steps
-        task = asyncio.ensure_future(there.step(batch, CONFIG.replace(epochs=2000), reference=reference))
-        await until(lambda: all(map(alive, processes(there))) and there._steps > steps)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-        assert policy.version < before + 2000
-        await there.step(batch, CONFIG, reference=reference)
+        for long in (
+            there.step(batch, CONFIG.replace(epochs=2000), reference=reference),
+            af.imitate(policy, shown, epochs=2000, learner=there),
+        ):
+            before, steps = policy.version, there._steps
+            task = asyncio.ensure_future(long)
+            await until(lambda steps=steps: there._steps > steps)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            assert policy.version < before + 2000
+            await there.step(batch, CONFIG, reference=reference)
 
         # Weights that were changed here are not overwritten silently.
         with torch.no_grad():
@@ -179,12 +189,20 @@ def test_what_a_learner_refuses(cluster: Any) -> None:
             af.errors.SettingsError,
             "learner must update the policy that is trained",
         )
+        shown = trajectories(policy, 2)
+        for trained, options, text in (
+            (policy, {"learner": other}, "learner must update the policy"),
+            (policy, {"learner": 2}, "learner must update the policy"),
+            (other.policy, {"learner": other, "lr": 0}, "lr must be a finite number above 0"),
+        ):
+            call: Any = functools.partial(af.imitate, trained, shown, **options)
+            errors.check(lambda call=call: asyncio.run(call()), af.errors.SettingsError, text)
         batch = made(other.policy, 2)
-        locked = batch.trajectories[0].replace(
-            task=dataclasses.replace(batch.trajectories[0].task, fields={"lock": threading.Lock()})
-        )
-        batch = batch.replace(trajectories=(locked, *batch.trajectories[1:]))
-        errors.check(lambda: asyncio.run(other.step(batch)), af.errors.SettingsError, "cannot be sent")
+        lock, other_words = threading.Lock(), batch.trajectories[0].replace(vocabulary="another")
+        locked = af.PPOConfig(loss=lambda *_: lock)
+        errors.check(lambda: asyncio.run(other.step(batch, locked)), af.errors.SettingsError, "cannot be sent")
+        batch = batch.replace(trajectories=(other_words, *batch.trajectories[1:]))
+        errors.check(lambda: asyncio.run(other.step(batch)), af.errors.BatchError, "another tokenizer")
     errors.check(lambda: af.ray.learner(policy, 1, num_cpus=99, timeout=1.0), af.errors.SettingsError, "needs 99 CPU")
-    half = af.Policy(policy.model.to(torch.bfloat16), policy.chat)
-    errors.check(lambda: af.ray.learner(half, 2), af.errors.SettingsError, "must have float32 weights")
+    half = af.Policy(policy.model.half(), policy.chat)
+    errors.check(lambda: af.ray.learner(half, 2), af.errors.SettingsError, "must have float32 or bfloat16 weights")

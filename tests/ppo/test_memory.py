@@ -124,7 +124,6 @@ test_errors = errors.rejected(
         ({"length": 1}, "length must be an integer of at least 2, got 1"),
         ({"micro_tokens": 0}, "micro_tokens must be an integer of at least 1"),
         ({"lora": 0}, "lora must be an integer of at least 1 or None, got 0"),
-        ({"processes": 2, "dtype": "bfloat16"}, "dtype must be 'float32' for several processes, got 'bfloat16'"),
         ({"dtype": "float16"}, "dtype must be one of 'float32', 'bfloat16', got 'float16'"),
       )),
 )  # fmt: skip

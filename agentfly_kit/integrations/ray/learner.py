@@ -18,7 +18,7 @@ from torch.distributed import init_process_group
 
 from agentfly_kit._async.pending_call import pending_call, run_in_thread
 from agentfly_kit.batch.batch import Batch
-from agentfly_kit.errors import AgentFlyError, SettingsError, TrainingError, check_count, check_instance
+from agentfly_kit.errors import AgentFlyError, SettingsError, TrainingError, check_count, check_instance, check_value
 from agentfly_kit.integrations.ray.cluster import Processes, connected, describe_node
 from agentfly_kit.policy.forward import ScoreName
 from agentfly_kit.policy.policy import Policy
@@ -26,9 +26,12 @@ from agentfly_kit.policy.sharding import gather, scatter
 from agentfly_kit.ppo.config import PPOConfig
 from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.ppo.imitation import imitation_step
+from agentfly_kit.ppo.inputs import check_vocabulary
 from agentfly_kit.ppo.optimizer import adamw
 from agentfly_kit.ppo.stats import Stats
 from agentfly_kit.ppo.step import ppo_step
+from agentfly_kit.trajectories import Trajectory
+from agentfly_kit.types import Task
 
 _TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined]
 _DEFAULTS = PPOConfig()
@@ -45,7 +48,7 @@ def learner(policy: Policy, n: int, *, lr: float = 3e-4, timeout: float = 600.0,
     `ray.init` first.
 
     Args:
-        policy: Policy to update. With several processes, it must be a text policy in float32.
+        policy: Policy to update. With several processes, it must be a text policy in float32 or bfloat16.
         n: Number of processes.
         lr: Learning rate of AdamW; `train` uses `config.lr` instead.
         timeout: Time limit for the start of the processes in seconds.
@@ -130,7 +133,7 @@ class Learner(Processes):
         Raises:
             AgentFlyError: For the same reasons as in `ppo_step`.
             SettingsError: If the weights of the policy in this process were changed in place after the last step, or
-                the batch cannot be pickled. Changes of the attribute `data` of a parameter are not detected.
+                the settings cannot be pickled. Changes of the attribute `data` of a parameter are not detected.
             TrainingError: If a process has failed.
             asyncio.CancelledError: If the call was cancelled. The weights are then those of the last complete update.
         """
@@ -157,14 +160,16 @@ class Learner(Processes):
         seed: int,
         detail: bool,
     ) -> Stats:
-        names = [field.name for field in dataclasses.fields(PPOConfig)]
-        config = PPOConfig(**{name: getattr(config, name) for name in names})
+        config = PPOConfig(**{field.name: getattr(config, field.name) for field in dataclasses.fields(PPOConfig)})
         with self._lock:
             self._check_unchanged()
-            sent = _put("the batch or its settings", (batch, config))
+            sent = _put("the batch or its settings", (self._without_texts(batch), config))
             groups, options = self.optimizer.param_groups, {"seed": seed, "detail": detail}
             found = self._call("step", number, sent, self._send(reference), groups, options)
-            _, version, weights = found[0]
+            _, version, arrays = found[0]
+            weights = self.policy.state()
+            for name, array in arrays.items():  # a tensor of a read-only array must be a copy
+                weights[name] = torch.tensor(array).view(weights[name].dtype)
             self.policy.load_state(weights, version)
             self._seen = _changes(self.policy)
         return _result([each[0] for each in found])  # type: ignore[no-any-return]
@@ -176,8 +181,22 @@ class Learner(Processes):
             if policy is self.policy:
                 self._check_unchanged()
             referred = None if policy is self.policy else self._send(policy)
-            found = self._call("score", self._steps, _put("the batch", batch), referred, what, micro_tokens)
+            found = self._call(
+                "score", self._steps, _put("the batch", self._without_texts(batch)), referred, what, micro_tokens
+            )
         return _result(found)  # type: ignore[no-any-return]
+
+    def _without_texts(self, batch: Batch) -> Batch:
+        """Return a batch without the texts of its trajectories, which take longer to send than all tensors.
+
+        The processes do not need them, except for images.
+        """
+        if batch.row_keys is not None:
+            return batch
+        check_vocabulary(self.policy, batch.trajectories, batch.row_index)
+        task = Task("sent", ({"role": "user", "content": ""},))
+        empty = Trajectory("sent", task, "", 0, (), "answered", vocabulary=self.policy.chat.vocabulary)
+        return dataclasses.replace(batch, trajectories=(empty,) * len(batch), dropped=())
 
     def _check_unchanged(self) -> None:
         if _changes(self.policy) != self._seen:
@@ -205,7 +224,11 @@ class Learner(Processes):
 
         Args:
             lr: Learning rate; None keeps the learning rate of the last start.
+
+        Raises:
+            SettingsError: If `lr` is not a positive finite number.
         """
+        check_value("lr", lr, "float | None", "above 0")
         self._lr = lr or self._lr
         await run_in_thread(self._reset, on_cancel=self.close)
 
@@ -331,8 +354,7 @@ class _Process:
         os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0"}
         os.environ |= {"MASTER_ADDR": address[0], "MASTER_PORT": str(address[1])}
         store = self._store = self._store or _TCPStore(*address, is_master=False)
-        backend = "nccl" if cuda else "gloo"
-        init_process_group(backend, store=store, rank=rank, world_size=size)
+        init_process_group("nccl" if cuda else "gloo", store=store, rank=rank, world_size=size)
         self.accelerator = accelerate.Accelerator(cpu=not cuda)
         for module in (policy.model, policy.value_head):
             if module is not None:
@@ -369,7 +391,7 @@ class _Process:
         sent: list[Any] | None,
         groups: list[dict[str, Any]],
         options: dict[str, Any],
-    ) -> tuple[Any, int, dict[str, Tensor]]:
+    ) -> tuple[Any, int, dict[str, Any]]:
         """Return the statistics (or an error that all processes raised), the version and, from rank 0, the weights."""
         batch, config = given
         cancel = self._cancelled.setdefault(number, threading.Event())
@@ -386,9 +408,10 @@ class _Process:
         result = self._agree(number, update)
         if isinstance(result, Stats):
             result = dataclasses.replace(result, batch=None)
-        weights = self.policy.state()  # a collective call
-        kept = weights.items() if self.accelerator.is_main_process else ()
-        return result, self.policy.version, {k: v.detach().cpu() for k, v in kept}
+        weights = {k: v.detach().cpu() for k, v in self.policy.state().items()}  # empty if not of rank 0
+        # Ray passes arrays, but not tensors, through shared memory. NumPy has no bfloat16.
+        halves = {k: v.view(torch.int16) for k, v in weights.items() if v.dtype == torch.bfloat16}
+        return result, self.policy.version, {k: v.numpy() for k, v in (weights | halves).items()}
 
     def score(
         self,
