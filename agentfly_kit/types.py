@@ -127,7 +127,6 @@ def _join_parts(content: Any, missing: str | None, at: str, error: type[Exceptio
 
 
 def _to_part(part: Any, at: str, error: type[Exception]) -> Any:
-    """Convert a part of a message to a string or an `Image`."""
     if isinstance(part, str):
         return part
     given = {k: v for k, v in part.items() if v is not None} if isinstance(part, Mapping) else {}

@@ -16,7 +16,7 @@ import uuid
 import weakref
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import anywidget
 import traitlets
@@ -26,6 +26,8 @@ from ipywidgets.widgets.widget import _instances
 from ._format import sendable
 from ._saved import WIDGET_MIME, current_cell, forget_output, is_headless, update_after_each_cell
 from ._throttle import Throttle
+
+Found = TypeVar("Found")
 
 HERE = Path(__file__).parent
 # Maximum size of a view's static HTML in bytes. It keeps notebooks with many views below one megabyte.
@@ -38,6 +40,13 @@ def source(stem: str, suffix: str) -> str:
     """Return the shared source and the source of the widget `stem` as one text, because widgets cannot import files."""
     parts = [HERE / f"_shared.{suffix}", HERE / f"{stem}.{suffix}"]
     return "\n".join(path.read_text(encoding="utf-8") for path in parts if path.exists())
+
+
+def require(found: Found | None, what: str) -> Found:
+    """Return an object to which a view has only a weak reference. Raise LookupError if it no longer exists."""
+    if found is None:
+        raise LookupError(f"{what} no longer exists; keep it in a variable")
+    return found
 
 
 class Static:

@@ -64,7 +64,6 @@ class ChainsView(Opener):
         raise NotImplementedError
 
     def _agent_for(self) -> Any:
-        """Return the agent of the chains, or None."""
         return None
 
     def _expression(self, id: str) -> str:
@@ -99,7 +98,6 @@ class ChainsView(Opener):
         self.pick(value)
 
     def _do_chain_tokens(self, value: Any) -> None:
-        """Show the tokens of the picked chain, or of the chain with the given id."""
         if value is not None:
             self.pick(value)
         old, self._shown = self.opened, self._trajectory(self._picked_id())

@@ -331,8 +331,6 @@ class ChainStepper(Opener):
         self._start("answering", lambda chain: chain.observe(str(value)))
 
     def _do_edit(self, value: Any) -> None:
-        """Replace the results of the last action's tool calls."""
-
         def edit(chain: Any) -> None:
             if chain.turn.kind != "observation":
                 raise ValueError("the chain does not end with a tool result; rewind to the result you want to edit")

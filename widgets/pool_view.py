@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from ._base import LiveView
+from ._base import LiveView, require
 from ._chain_code import _named
 from ._format import count, escape, sendable, tag
 from ._tokens import some
@@ -198,9 +198,7 @@ class PoolView(LiveView):
             self._pool().recycle(int(number), close=True)
 
     def _pool(self) -> Any:
-        if self.record is None:
-            raise ValueError("the pool no longer exists")
-        return self.record
+        return require(self.record, "the pool")
 
     def close(self) -> None:
         """Close the view. Closing the last view of a pool releases the sandboxes leased with the Take button."""

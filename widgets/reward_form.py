@@ -15,6 +15,7 @@ import traitlets
 
 from agentfly_kit.types import text_of
 
+from ._base import require
 from ._chain_code import _named
 from ._chains import ChainsView, chain_label, find_in
 from ._format import SUCCESS_RULE, count, escape, number, sendable, shared_prefix, tag
@@ -108,9 +109,7 @@ class RewardForm(ChainsView):
     async def _score(self) -> Any:
         from agentfly_kit.agent.rollout import Rollout
 
-        rollout = self.record
-        if rollout is None:
-            raise RuntimeError("the rollout no longer exists; keep it in a variable, and run this cell again")
+        rollout = require(self.record, "the rollout")
         reward, began, told = self.reward, time.perf_counter(), 0.0
         reward.check([group.task for group in rollout.groups])
         self.busy = True
@@ -223,10 +222,7 @@ class RewardForm(ChainsView):
         self.pick(None)
 
     def _trajectory(self, id: str) -> Any:
-        found = next((a for a, _ in self._pairs() if sendable(a.id) == id), None)
-        if found is None:
-            raise LookupError(f"{id} no longer exists; keep the rollout in a variable")
-        return found
+        return require(next((a for a, _ in self._pairs() if sendable(a.id) == id), None), f"the rollout of {id}")
 
     def _agent_for(self) -> Any:
         return self._agent

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 import traitlets
 
-from ._base import LiveView
+from ._base import LiveView, require
 from ._chain_code import _named
 from ._chains import ChainsView
 from ._format import count, escape, number, pack, sendable, shared_prefix, tag
@@ -248,10 +248,7 @@ class RolloutView(ChainsView, LiveView):
         return found if found is not None and found.turns else None
 
     def _trajectory(self, id: str) -> Any:
-        found = self._find(id)
-        if found is None:
-            raise LookupError(f"{id} has not started, or its run no longer exists")
-        return found
+        return require(self._find(id), f"{id} has not started, or its run")
 
     def _agent_for(self) -> Any:
         return getattr(self._handle(), "agent", None)
@@ -264,10 +261,7 @@ class RolloutView(ChainsView, LiveView):
     # --- buttons ---
 
     def _control(self, method: str, _: Any) -> None:
-        run = self.record
-        if run is None:
-            raise RuntimeError("the run no longer exists; keep it in a variable")
-        getattr(run, method)()
+        getattr(require(self.record, "the run"), method)()
         self._throttle.schedule()
 
     _do_pause = functools.partialmethod(_control, "pause")

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import traitlets
 
-from ._base import View
+from ._base import View, require
 from ._format import count, number, pack, sendable
 from ._token_compare import compare_rows
 from ._token_page import page
@@ -166,9 +166,7 @@ class TokenView(View):
         from .chain_stepper import ChainStepper
 
         row = self._rows[int(value)]
-        found = next((t for t in self.trajectories if t.id == row.id), None)
-        if found is None:
-            raise LookupError(f"{row.id} no longer exists; keep the rollout in a variable")
+        found = require(next((t for t in self.trajectories if t.id == row.id), None), f"the rollout of {row.id}")
         self._child = ""
         if self._stepper is not None:
             self._stepper.close()

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 import traitlets
 
-from ._base import Opener
+from ._base import Opener, require
 from ._format import count, escape, json_text, number, picture, pictures, sendable, tag
 from .chain_stepper import ChainStepper
 
@@ -137,9 +137,7 @@ class ToolForm(Opener):
         from agentfly_kit.tools.context import temporary_context
         from agentfly_kit.types import Task
 
-        pool = None if self._pool is None else self._pool()
-        if self._pool is not None and pool is None:
-            raise RuntimeError("the pool no longer exists; keep it in a variable and run the cell of this form again")
+        pool = None if self._pool is None else require(self._pool(), "the pool")
         task = self._task or Task("try", ({"role": "user", "content": ""},))
         self.busy = True
         try:

@@ -12,7 +12,7 @@ import traitlets
 from agentfly_kit.integrations.html import escape_control_chars
 from agentfly_kit.types import text_of
 
-from ._base import Opener
+from ._base import Opener, require
 from ._chain_code import _named
 from ._chain_page import call_state
 from ._chains import cell_of, find_in
@@ -185,13 +185,9 @@ class TrajectoryView(Opener):
     # --- buttons ---
 
     def _alive(self, i: Any) -> Any:
-        t = self._trajectories[int(i)]()
-        if t is None:
-            raise LookupError(f"{self._kept[int(i)].id!r} no longer exists; keep the rollout in a variable")
-        return t
+        return require(self._trajectories[int(i)](), f"the rollout of {self._kept[int(i)].id!r}")
 
     def _do_tokens(self, value: Any) -> None:
-        """Show the tokens of one trajectory, or compare the tokens of two."""
         ts = [self._alive(i) for i in (value if isinstance(value, list) else [value])]
         shown = (ts[0], ts[1]) if len(ts) == 2 else (ts, None)
         self._show_below(TokenView(*shown, agent=self._agent))

@@ -147,7 +147,6 @@ class BaseChain(ChainState):
         return turn
 
     def _action_seed(self, attempt: int) -> int:
-        """Return the seed of the next action."""
         return self._seed(self.actions, attempt)
 
     def _stop_after_action(self, turn: Turn, limit: int, limited_by: str | None) -> str | None:

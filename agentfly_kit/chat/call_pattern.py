@@ -24,7 +24,6 @@ def find_pattern(chat: Chat, name: str) -> tuple[str, str] | None:
 
 
 def _pattern(chat: Chat) -> tuple[str, str] | None:
-    """Return the pattern for the tool `_NAME`."""
     if chat._in_template_format and chat.template.calls is not None:
         text = chat.template.written_call(_NAME, {_NAME: 1})
     else:

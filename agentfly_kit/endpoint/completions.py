@@ -73,7 +73,6 @@ def chunks(request: Request, replies: list[Reply], answer_id: str) -> Iterator[s
 
 
 def _with_logprobs(request: Request, replies: list[Reply]) -> Iterator[tuple[Reply, dict[str, Any] | None]]:
-    """Yield each reply with its logprobs if they are requested."""
     for reply in replies:
         content = [
             {

@@ -68,7 +68,6 @@ class TensorBoard(Tracker):
 
 
 def _last_step(folder: Path) -> int:
-    """Return the last step in the event files of a folder, or 0."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     if not folder.is_dir() or not any(folder.glob("events.out.tfevents.*")):

@@ -6,7 +6,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -129,7 +129,7 @@ async def imitate(
         optimizer = learner.optimizer
     cancel = threading.Event()
     done: list[Stats] = []
-    for i in _updates(optimizer, len(order), done):
+    for i in updates(optimizer, len(order), done):
         part = batch.select(order[i])
         if learner is None:
             step = functools.partial(imitation_step, policy, optimizer, part, cancel=cancel)
@@ -139,22 +139,13 @@ async def imitate(
     return done
 
 
-def imitation_steps(policy: Policy, batches: Iterable[Batch], count: int, lr: float) -> Iterator[Stats]:
-    """Update a policy on `count` batches, with the learning rates of `imitate`. Yield the statistics of each update."""
-    optimizer = adamw(policy, lr)
-    done: list[Stats] = []
-    for _, batch in zip(_updates(optimizer, count, done), batches, strict=False):
-        done.append(imitation_step(policy, optimizer, batch))
-        yield done[-1]
-
-
 def smoothed_loss(stats: Sequence[Stats]) -> float:
     """Return the moving average of the losses of updates at the last of them; NaN if there are none."""
     losses = [each.loss for each in stats] or [math.nan]
     return functools.reduce(lambda mean, loss: 0.9 * mean + 0.1 * loss, losses)
 
 
-def _updates(optimizer: torch.optim.Optimizer, count: int, done: Sequence[Stats]) -> Iterator[int]:
+def updates(optimizer: torch.optim.Optimizer, count: int, done: Sequence[Stats]) -> Iterator[int]:
     """Yield the number of each of `count` updates, with its learning rate set, and show the progress.
 
     Args:

@@ -380,7 +380,6 @@ class Call(Watch):
 
 
 def _readable_bytes(pipe: int) -> int:
-    """Return the number of bytes that a pipe contains."""
     import fcntl  # not available on Windows, where this module must be importable
     import termios
 

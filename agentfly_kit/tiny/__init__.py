@@ -314,10 +314,14 @@ def _untrained(words: Sequence[str], seed: int) -> Policy:
 def _imitate(policy: Policy, batches: Iterator[Sequence[Trajectory]], steps: int, lr: float) -> float:
     """Train on batches of demonstrations and return the smoothed final loss."""
     from agentfly_kit.batch.collate import collate
-    from agentfly_kit.ppo.imitation import imitation_steps, smoothed_loss
+    from agentfly_kit.ppo.imitation import imitation_step, smoothed_loss, updates
+    from agentfly_kit.ppo.optimizer import adamw
 
     collated = (collate(batch, imitate=True) for batch in batches)
-    done = [*imitation_steps(policy, collated, steps, lr)]
+    optimizer = adamw(policy, lr)
+    done: Any = []
+    for _, batch in zip(updates(optimizer, steps, done), collated, strict=False):
+        done.append(imitation_step(policy, optimizer, batch))
     policy.version = 0  # count only the updates that the user of the policy makes
     return smoothed_loss(done)
 

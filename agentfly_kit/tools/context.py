@@ -146,7 +146,6 @@ class Context(Displayable):
         return lease
 
     async def _reset_environment(self, pool: Pool[Any], environment: Any) -> None:
-        """Start a new episode by resetting the environment for the task of the chain."""
         sandbox_type = pool.sandbox_type
         given = environments.reset_arguments(sandbox_type, self.task, self.fields)
         outcome = await call_user_function(environment.reset, given, timeout=pool.start_timeout)

@@ -158,7 +158,6 @@ class Tool(Displayable, InjectedFunction[P, R]):
     # --- methods ---
 
     def __get__(self, instance: Any, owner: type | None = None) -> Tool[..., R]:
-        """Bind a tool created from a method to `instance`, like an ordinary method."""
         if instance is None or not self._method:
             return self
         bound = copy.copy(self)

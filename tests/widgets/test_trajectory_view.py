@@ -165,7 +165,7 @@ async def test_it_keeps_no_rollout_alive_and_says_so(rollout: af.Rollout) -> Non
     assert view.selection.ids
     errors.check(view.selection.to_frame, LookupError, "keep the rollout in a variable")
     await press(view, "tokens", 0)
-    assert "keep the rollout in a variable" in view._notice
+    assert "no longer exists; keep it in a variable" in view._notice
     put(view, "_selected", [1])  # the view still has its texts
     assert len(view._detail["columns"][0]["turns"]) == 4
 

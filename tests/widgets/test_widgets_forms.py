@@ -288,7 +288,7 @@ async def test_what_a_reward_form_keeps(tmp_path: Any) -> None:
     form.rescored = None
     gc.collect()
     assert form.record is None  # the rollout is released with the last page
-    await errors.check(form.score, RuntimeError, "the rollout no longer exists")
+    await errors.check(form.score, LookupError, "the rollout no longer exists")
     empty = w.RewardForm(ends, af.Rollout())
     await empty.score()
     assert repr(empty) == "RewardForm(ends, 0 trajectories, 0 gained, 0 lost)"

@@ -237,7 +237,6 @@ class ContinuousBatch:
     # --- decoding ---
 
     def _decode(self) -> None:
-        """Sample one token for each running row."""
         table, cache = self.table, self.table.cache
         count = table.active
         # Padding rows would change the recurrent states of other slots.

@@ -171,7 +171,6 @@ class Shop:
         self.number, self.asin, self.subpage, self.options = 1, None, None, {}
 
     def _click(self, value: str) -> bool:
-        """Click on an element of the page. Return False if there is no such element."""
         value = value.strip().lower()
         if value not in self.clickables:
             return False
