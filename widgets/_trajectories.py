@@ -246,7 +246,11 @@ def payload(kept: list[Entry], dropped: dict[str, str]) -> tuple[dict[str, Any],
             {name: getattr(c, name) for name in ("key", "label", "widths", "text", "sortable", "hint")}
             for c in columns(kept)
         ],
-        "tasks": [escape_control_chars(_task_name(k), 120) for k in list(tasks.values())[:_TASKS]],
+        # The id of a task is shown unless it is a hash.
+        "tasks": [
+            escape_control_chars(k.question[:80] + ("" if is_hash(k.task) else f" · {k.task}"), 120)
+            for k in list(tasks.values())[:_TASKS]
+        ],
         "hint": SUCCESS_RULE, "counts": {name: outcomes.count(name) for name in OUTCOMES},
         "prefix": shared_prefix([k.label for k in kept]),
     }  # fmt: skip
@@ -260,11 +264,6 @@ def payload(kept: list[Entry], dropped: dict[str, str]) -> tuple[dict[str, Any],
         "why": _texts([dropped.get(k.id, "") or (k.error if k.reward is None else "") for k in kept]),
     }  # fmt: skip
     return about, buffers
-
-
-def _task_name(k: Entry) -> str:
-    """Return the question of the task, followed by the task's id unless the id is a hash."""
-    return k.question[:80] if is_hash(k.task) else f"{k.question[:80]} · {k.task}"
 
 
 def last_text(k: Entry) -> str:

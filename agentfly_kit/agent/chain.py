@@ -219,8 +219,7 @@ class LoopChain(BaseChain):
             await self.hooks.spawn(self, count)
 
     def _compacting_can_help(self) -> bool:
-        """Return True if the context is full and the current row contains turns other than its prompt."""
-        return self.stop == "context_full" and len(self.turn.row_path) > 1
+        return self.stop == "context_full" and len(self.turn.row_path) > 1  # there are turns besides the prompt
 
     # --- preparing ---
 

@@ -83,7 +83,10 @@ class ImageReader:
 
     def _create_caches(self) -> None:
         self._process = functools.lru_cache(_PIXELS)(self._process_image)
-        self.expansion = functools.lru_cache(_EXPANSIONS)(self._expand_image)
+        # The placeholders of an image as text.
+        self.expansion = functools.lru_cache(_EXPANSIONS)(
+            lambda image: str(self.processor.replace_image_token(self._process(image), 0))
+        )
         # Whether the template renders images in tool results.
         self._in_results: bool | None = None
         self._appends = False
@@ -117,10 +120,6 @@ class ImageReader:
         import numpy as np
 
         return {name: np.asarray(value) for name, value in self._process(image).items()}
-
-    def _expand_image(self, image: Image) -> str:
-        """Return the placeholders of an image as text."""
-        return str(self.processor.replace_image_token(self._process(image), 0))
 
     # --- messages ---
 

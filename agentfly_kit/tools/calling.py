@@ -77,7 +77,12 @@ async def call_user_function(
                 timed_out = " and was cancelled" if limit.expired() else ""
                 own = str(getattr(function, "__module__", "")).startswith("agentfly_kit.")
                 if steps.longest > _BLOCKING_SECONDS and not own:
-                    warn_or_log(_blocking_message(function))
+                    name = getattr(underlying(function), "__qualname__", repr(function))
+                    warn_or_log(
+                        f"{name} blocked the event loop and all other chains for more than {_BLOCKING_SECONDS:g} s; "
+                        "define it with `def`, so that it runs in a thread, or use `await asyncio.to_thread(...)` for "
+                        "the slow part"
+                    )
             if timeout is not None and steps.blocked > timeout:
                 error, timed_out = TimeoutError(), " and blocked the event loop"
     except asyncio.CancelledError as cancelled:
@@ -100,14 +105,6 @@ async def call_user_function(
     if isinstance(error, KeyboardInterrupt):
         raise error
     return Outcome(value, _trim_traceback(error, function), seconds=seconds)
-
-
-def _blocking_message(function: Callable[..., Any]) -> str:
-    name = getattr(underlying(function), "__qualname__", repr(function))
-    return (
-        f"{name} blocked the event loop and all other chains for more than {_BLOCKING_SECONDS:g} s; define it "
-        "with `def`, so that it runs in a thread, or use `await asyncio.to_thread(...)` for the slow part"
-    )
 
 
 def _trim_traceback(error: BaseException, function: Callable[..., Any]) -> BaseException:

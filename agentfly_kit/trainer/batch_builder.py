@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import torch
@@ -27,7 +27,7 @@ from agentfly_kit.ppo.distributed import WorkerGroup
 from agentfly_kit.ppo.scoring import shaped_rewards
 from agentfly_kit.rewards import RewardSet
 from agentfly_kit.trainer.config import TOKEN_ESTIMATORS, TURN_ESTIMATORS, TrainConfig
-from agentfly_kit.trajectories import UNSCORED_STOPS, Trajectory
+from agentfly_kit.trajectories import UNSCORED_STOPS
 
 
 class Scorer(Protocol):
@@ -60,8 +60,14 @@ class BatchBuilder:
 
         # Outcome and turn-level estimators take one reward per trajectory.
         if name not in TOKEN_ESTIMATORS:
-            if name == "none" and not self.weights:  # an agent without rewards
-                rollout = Rollout.from_trajectories(_with_rewards(rollout.trajectories), rollout.seconds)
+            if name == "none" and not self.weights:  # an agent without rewards: chains that did not fail get 0
+                scored = [
+                    t
+                    if t.reward is not None or t.error is not None or t.stop in UNSCORED_STOPS
+                    else t.replace(reward=0.0)
+                    for t in rollout.trajectories
+                ]
+                rollout = Rollout.from_trajectories(scored, rollout.seconds)
             if name == "none":
                 rollout = rollout.sum_turn_rewards()
             elif name == "gdpo":  # the metrics include turn rewards except those returned by tools
@@ -231,14 +237,6 @@ def check_teacher(teacher: Policy | Engine | None, agent: AgentSettings, policy:
             f"temperature must be 1 with a teacher engine, which scores at temperature 1, got "
             f"{agent.sampling.temperature}"
         )
-
-
-def _with_rewards(trajectories: Iterable[Trajectory]) -> tuple[Trajectory, ...]:
-    """Assign the reward 0 to unscored chains, except those that failed or were cancelled."""
-    return tuple(
-        t if t.reward is not None or t.error is not None or t.stop in UNSCORED_STOPS else t.replace(reward=0.0)
-        for t in trajectories
-    )
 
 
 def _checked(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:

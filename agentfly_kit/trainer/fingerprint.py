@@ -124,7 +124,15 @@ def fingerprint(
         },
         "tasks": {"count": len(sampler.tasks), "digest": sampler.tasks_digest},
         "policy": start,
-        **({} if teacher is None else {"teacher": _teacher(teacher)}),
+        **(
+            {}
+            if teacher is None
+            else {
+                "teacher": teacher.fingerprint()
+                if isinstance(teacher, Policy)
+                else str(getattr(teacher, "name", getattr(teacher, "model", "")))
+            }
+        ),
         **({} if reference is None else {"reference": reference.fingerprint()}),
     }
 
@@ -146,14 +154,6 @@ def adds_iterations(known: Mapping[str, Any], wanted: Mapping[str, Any], done: i
     """Return True if `wanted` differs from a run with `done` recorded steps only by more iterations and their lr."""
     same = identity(known, without=_EXTENDABLE) == identity(wanted, without=_EXTENDABLE)
     return same and wanted["config"]["steps"] > known["config"]["steps"] == done
-
-
-def _teacher(teacher: Policy | Engine) -> str:
-    return (
-        teacher.fingerprint()
-        if isinstance(teacher, Policy)
-        else str(getattr(teacher, "name", getattr(teacher, "model", "")))
-    )
 
 
 def without_code(fingerprint: Any) -> Any:
