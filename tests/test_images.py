@@ -90,8 +90,7 @@ def test_all_sources_and_modes_become_the_same_pixels(tmp_path: Path) -> None:
     deep = PIL.Image.fromarray(np.full((4, 4), 0x8080, np.uint16))
     assert af.Image(encoded(deep)).to_pil().getpixel((0, 0)) == (128,) * 3, "16 bits are scaled, not cut off"
     clear = PIL.Image.new("RGBA", (2, 2), (255, 0, 0, 0))
-    palette = encoded(clear.convert("P"), transparency=0)
-    for source in (clear, encoded(clear), clear.convert("LA"), palette):
+    for source in (clear, encoded(clear), clear.convert("LA"), encoded(clear.convert("P"), transparency=0)):
         assert af.Image(source).to_pil().getpixel((0, 0)) == (255, 255, 255)
     assert af.Image(picture(size=(24, 32))) != whole, "the size is part of the identity"
     turned = PIL.Image.Exif()
@@ -219,13 +218,13 @@ async def test_a_rollout_keeps_its_images(tmp_path: Path) -> None:
     image = loaded.trajectories[0].task.fields["reference"]
     assert image.to_pil().getpixel((0, 0)) == (255, 0, 0) and "data:image/png" in loaded.trajectories[0]._repr_html_()
     names[0].write_bytes(encoded(picture("black")))
-    with pytest.raises(af.errors.RunError, match="was changed after the rollout was saved"):
-        images.Image.stored(tmp_path / "rollout_images", names[0].stem, 32, 24).to_pil()
+    changed = images.Image.stored(tmp_path / "rollout_images", names[0].stem, 32, 24)
+    errors.check(changed.to_pil, af.errors.RunError, "was changed after the rollout was saved")
     for name in names:
         name.unlink()
     missing = af.Rollout.load(file).trajectories[0]
-    with pytest.raises(af.errors.RunError, match=r"rollout_images/[0-9a-f]{32}\.png"):
-        missing.task.messages[0]["content"][1].png  # noqa: B018
+    words = re.compile(r"rollout_images/[0-9a-f]{32}\.png")
+    errors.check(lambda: missing.task.messages[0]["content"][1].png, af.errors.RunError, words)
     assert "[image 32 x 24]" in missing._repr_html_()
 
 
@@ -239,11 +238,13 @@ async def test_an_engine_that_reads_no_images_refuses_them_before_sampling() -> 
     ):
         await errors.check(call, af.errors.SettingsError, "message 0 (from 'user') has an image, but ")
     await errors.check(lambda: agent.rollout([agents.tasks(1)[0], pictured]), af.errors.SettingsError, refused)
-    chat = agents.chat()
-    errors.check(lambda: chat.prompt(pictured.messages), af.errors.SettingsError, "this chat reads no images")
-    many = task(*[picture()] * 4)
+    errors.check(
+        lambda: agents.chat().prompt(pictured.messages), af.errors.SettingsError, "this chat reads no images"
+    )
     await errors.check(
-        lambda: reader("x").rollout(many), af.errors.SettingsError, "at most 3 images for Reader(), got 4"
+        lambda: reader("x").rollout(task(*[picture()] * 4)),
+        af.errors.SettingsError,
+        "at most 3 images for Reader(), got 4",
     )
     for call in (
         lambda: af.trl.dataset([pictured]),
@@ -257,11 +258,11 @@ async def test_an_engine_that_reads_no_images_refuses_them_before_sampling() -> 
         af.errors.SettingsError,
         "task 't7': the judge ScriptedEngine(1 turns) reads no images, got 1",
     )
-    row = {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}
-    with pytest.raises(af.errors.SettingsError, match="message 0"):
-        plain_messages(row["messages"], {})
-    scripted = agents.scripted([CALL, "x"], tools=[look])
-    (t,) = (await scripted.rollout(agents.tasks(1))).trajectories
+    part = {"type": "image_url", "image_url": {"url": "x"}}
+    errors.check(
+        lambda: plain_messages([{"role": "user", "content": [part]}], {}), af.errors.SettingsError, "message 0"
+    )
+    (t,) = (await agents.scripted([CALL, "x"], tools=[look]).rollout(agents.tasks(1))).trajectories
     assert t.stop == "error" and "(from 'look') has an image, but ScriptedEngine" in str(t.error)
 
 
@@ -336,8 +337,7 @@ async def test_views_show_images_also_without_pillow(monkeypatch: pytest.MonkeyP
     assert "data:image/png" in t.tool_calls[0]._repr_html_() and len(t.task._repr_html_()) < 40_000
     monkeypatch.setitem(sys.modules, "PIL", None)
     monkeypatch.setitem(sys.modules, "PIL.Image", None)
-    large = t.task.messages[0]["content"][1]
-    del large.__dict__["preview"]
+    del t.task.messages[0]["content"][1].__dict__["preview"]
     assert "<img" not in t.task._repr_html_() and "[image 300 x 200]" in t.task._repr_html_()
     errors.check(lambda: af.Image(b"x"), af.errors.SettingsError, "pip install 'agentfly_kit[images]'")
 

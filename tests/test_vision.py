@@ -80,24 +80,21 @@ def test_ids_are_those_of_the_processor(family: str) -> None:
 
 
 async def test_images_that_a_processor_or_a_template_refuses() -> None:
-    chat = vision_models.shared("qwen2_5_vl").chat
+    policy, thin = vision_models.shared("qwen2_5_vl"), picture(5, (8192, 1))
     system = {"role": "system", "content": ["Compare with", A]}
+    rejected = "rejected an image ([image 8192 x 1]): absolute aspect"
     for message, error, text in (
-        (
-            user(picture(5, (8192, 1))),
-            af.errors.SettingsError,
-            "rejected an image ([image 8192 x 1]): absolute aspect",
-        ),
+        (user(thin), af.errors.SettingsError, rejected),
         (system, af.errors.ChatTemplateError, "got 0 for 1 images; put images into user messages"),
     ):
-        errors.check(lambda message=message: chat.prompt([message, user("?")]), error, text)
-    thin = picture(5, (8192, 1))
-    looking = agent(
-        vision_models.shared("qwen2_5_vl"), tools=[af.tool(lambda: thin, name="look", description="Look.")]
-    )
+        errors.check(lambda message=message: policy.chat.prompt([message, user("?")]), error, text)
+    looking = agent(policy, tools=[af.tool(lambda: thin, name="look", description="Look.")])
     bad = task(9, thin)
-    rejected = "task 't9': the image processor rejected an image ([image 8192 x 1]): absolute aspect"
-    await errors.check(lambda: looking.rollout([bad, TASKS[3]]), af.errors.SettingsError, rejected)
+    await errors.check(
+        lambda: looking.rollout([bad, TASKS[3]]),
+        af.errors.SettingsError,
+        f"task 't9': the image processor {rejected}",
+    )
     (good, failed) = (await looking.rollout([TASKS[3], bad])).trajectories
     chain = looking.chain(TASKS[3])
     await chain.prepare()
@@ -304,8 +301,7 @@ async def test_a_training_run_and_its_views() -> None:
     trained = agent(policy).replace(reward=lambda: next(rewards))
     run = await af.train(trained, policy, TASKS, af.TrainConfig(steps=2, tasks_per_step=4, group_size=2))
     assert len(run.records) == 2 and run.records[-1]["sampler_gap"] <= 1e-5
-    shown = widgets.TokenView(await trained.rollout(TASKS[:1]))
-    assert "image" in shown._static()
+    assert "image" in widgets.TokenView(await trained.rollout(TASKS[:1]))._static()
 
 
 async def test_adapters_leave_out_the_vision_tower(tmp_path: Path) -> None:

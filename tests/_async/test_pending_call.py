@@ -96,10 +96,12 @@ test_a_keyword_of_another_function_is_named_with_it = errors.rejected(
 
 
 async def test_a_call_that_cannot_begin_warns_of_no_missing_await() -> None:
-    with pytest.raises(TypeError, match=r"its keywords are agent, tasks, group_size"):
-        af.evaluate(nonsense_xyz=1)  # type: ignore[call-arg]
-    with pytest.raises(TypeError, match="missing 2 required positional arguments"):
-        await af.evaluate()  # type: ignore[call-arg]
+    errors.check(
+        lambda: af.evaluate(nonsense_xyz=1),  # type: ignore[call-arg]
+        TypeError,
+        "its keywords are agent, tasks, group_size",
+    )
+    await errors.check(lambda: af.evaluate(), TypeError, "missing 2 required positional arguments")  # type: ignore[call-arg]
     gc.collect()
 
 

@@ -184,8 +184,7 @@ async def test_server(whom: Whom, count: int | None) -> None:
     a = agent(engine=engine, chat=engine.chat, sampling=af.Sampling(max_tokens=4))
     try:
         await at_each(lambda: a.rollout(TASKS[:2]), lambda where: nothing_left(where), whom, count and count // 2)
-        rollout = await a.rollout(TASKS)
-        assert [t.stop for t in rollout] == ["answered"] * 3
+        assert [t.stop for t in await a.rollout(TASKS)] == ["answered"] * 3
         await engine.close()
     finally:
         server.stop()

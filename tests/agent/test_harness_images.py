@@ -38,8 +38,7 @@ async def test_images_of_a_harness_are_in_its_rows() -> None:
 
     policy, t = vision_models.shared("idefics3"), await run(looking)
     assert t.stop == "answered" and [[s.image for s in row.images] for row in t.rows] == [[A], [A, B], [A, B, A], [B]]
-    chat = policy.chat
-    assert tuple(t.rows[0].ids[: t.rows[0].action_mask.argmax()]) == chat.prompt([user("What?", A)])
+    assert tuple(t.rows[0].ids[: t.rows[0].action_mask.argmax()]) == policy.chat.prompt([user("What?", A)])
     for row in t.rows:
         at = np.flatnonzero(row.action_mask)
         expected = reference_logprobs(policy, row.ids.tolist(), [span.image for span in row.images])

@@ -3,6 +3,7 @@
 import asyncio
 from typing import Any
 
+import errors
 import pytest
 from agents import agent, calculator, call, chat, exact, played, shipped, tasks
 
@@ -82,10 +83,8 @@ async def test_a_person_replies_in_place_of_the_user_in_steps() -> None:
     await chain.sample()
     assert (chain.stop, chain.user_due) == (None, True)
     for early in (chain.sample, chain.step):
-        with pytest.raises(af.errors.SettingsError, match="the user has not replied yet"):
-            await early()
-    with pytest.raises(af.errors.SettingsError, match="the last action is complete"):
-        chain.force("2")
+        await errors.check(early, af.errors.SettingsError, "the user has not replied yet")
+    errors.check(lambda: chain.force("2"), af.errors.SettingsError, "the last action is complete")
     twin = await chain.fork()
     chain.observe("2-1")
     assert (chain.turn.author, chain.user_due, twin.user_due) == ("person", False, True)

@@ -22,8 +22,7 @@ async def test_a_plain_chain_does_not_drift() -> None:
 
 
 async def test_most_rows_of_the_shipped_policy_do_not_drift() -> None:
-    rollout = await agent().rollout(tasks(8), group_size=2)
-    found = [chat().drift(t) for t in rollout.trajectories]
+    found = [chat().drift(t) for t in await agent().rollout(tasks(8), group_size=2)]
     assert sum(not drift for drift in found) >= len(found) // 2
     assert {d.cause for d in found} <= {"none", "template", "re-tokenisation"}
 
@@ -49,8 +48,7 @@ async def test_other_tokens_of_the_same_text() -> None:
 
 
 async def test_text_that_the_template_changes() -> None:
-    trajectory = await row("I ask. " + call("2+3"), "5")  # the parsed message has no blank before the call
-    drift = chat().drift(trajectory)
+    drift = chat().drift(await row("I ask. " + call("2+3"), "5"))  # the parsed message has no blank before the call
     assert (drift.cause, drift.turn) == ("template", "action, turn 1")
     assert drift.why == '\' <tool_call>{"name":"cal\' is written as \'<tool_call>{"name":"calc\''
     page = drift._repr_html_()

@@ -394,8 +394,7 @@ async def test_thinking_that_the_server_has_parsed_is_kept_and_sent_back(server:
     server.answer = say
     for field in ("reasoning_content", "reasoning"):
         server.got.clear()
-        trajectory = await first(engine())
-        actions = [turn for turn in trajectory.turns if turn.kind == "action"]
+        actions = (await first(engine())).actions
         assert [turn.messages[0]["thinking"] for turn in actions] == ["thought 1", "thought 2"]
         assert server.got[1][1]["messages"][-2][field] == "thought 1"
 

@@ -50,8 +50,7 @@ async def test_the_reward_is_the_fraction_of_tests_that_pass() -> None:
     ):
         assert (t.reward, t.metrics["loads"], t.success) == (reward, loads, reward == 1), (t.error, t.metrics)
         assert t.stop == "env_done"
-    whole = await graded(*sources[:2], options={"partial": False})
-    assert [t.reward for t in whole] == [1, 0]
+    assert [t.reward for t in await graded(*sources[:2], options={"partial": False})] == [1, 0]
 
 
 async def test_submissions_that_cheat_or_never_answer_are_not_rewarded() -> None:

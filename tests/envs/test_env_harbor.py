@@ -139,19 +139,19 @@ async def test_what_the_test_script_may_write(tmp_path: Path, script: str, found
     ],
 )  # fmt: skip
 def test_task_folders_that_are_refused(tmp_path: Path, files: dict[str, str], message: str) -> None:
-    with pytest.raises(af.errors.TaskError) as raised:
-        af.envs.harbor.tasks(make(tmp_path / "task", **files))
-    assert message in str(raised.value)
+    errors.check(lambda: af.envs.harbor.tasks(make(tmp_path / "task", **files)), af.errors.TaskError, message)
 
 
 def test_a_folder_without_tasks_and_tests_that_need_a_network(tmp_path: Path) -> None:
-    with pytest.raises(af.errors.TaskError, match=r"path must be a folder with task\.toml"):
-        af.envs.harbor.tasks(tmp_path)
+    errors.check(lambda: af.envs.harbor.tasks(tmp_path), af.errors.TaskError, "path must be a folder with task.toml")
     (task,) = af.envs.harbor.tasks(make(tmp_path / "task", **{"tests/test.sh": "apt-get install -y curl"}))
     with pytest.warns(UserWarning, match="contains 'apt-get', which usually needs a network"):
         af.envs.harbor.Harbor().check_task(task)
-    with pytest.raises(af.errors.TaskError, match="the task has no field `folder`"):
-        af.envs.harbor.Harbor().check_task(af.Task("a", ({"role": "user", "content": "b"},), {}))
+    errors.check(
+        lambda: af.envs.harbor.Harbor().check_task(af.Task("a", ({"role": "user", "content": "b"},), {})),
+        af.errors.TaskError,
+        "the task has no field `folder`",
+    )
 
 
 def test_the_package_harbor_reads_the_same_settings(tmp_path: Path) -> None:
@@ -248,8 +248,11 @@ def test_rows_of_swe_bench_that_are_refused(tmp_path: Path, row: dict[str, Any])
         ),
         ({"test_patch": ESCAPE.format(secret)}, "must add or change a file"),
     ):
-        with pytest.raises(af.errors.TaskError, match=message):
-            af.envs.harbor.from_swe_bench([row | changes], tmp_path / "clones", tmp_path / "tasks")
+        errors.check(
+            lambda: af.envs.harbor.from_swe_bench([row | changes], tmp_path / "clones", tmp_path / "tasks"),
+            af.errors.TaskError,
+            message,
+        )
     assert secret.read_text() == "secret"
 
 

@@ -259,14 +259,6 @@ async def test_environments_of_three_protocols() -> None:
             raise ValueError("say something good")
         return {"say": text}
 
-    echo = af.envs.from_env(Echo, action=say, show=lambda o: o["text"])
-    t = await played(echo, ["a", "bad", "end", "more"])
-    assert "seed 3" in str(t.messages) and observations(t) == ["a!", "say something good", "end!"]
-    assert (t.metrics["total"], t.stop, t.success) == (1.0, "env_done", True)
-    t = await played(af.envs.from_env(Guess), ["1", "3"])
-    assert (observations(t), t.metrics["total"], t.stop) == (["1: wrong", "3: right"], 1.0, "env_done")
-    t = await played(af.envs.from_env(Guess), ["1"])
-    assert (t.metrics["total"], t.stop, t.success) == (0.0, "answered", False)
     gymnasium = pytest.importorskip("gymnasium")
 
     class Words(gymnasium.Env):  # type: ignore[misc, name-defined]
@@ -277,10 +269,6 @@ async def test_environments_of_three_protocols() -> None:
         def step(self, action: str) -> Any:
             return action.upper(), 0.25, False, action == "end", {}
 
-    t = await played(af.envs.from_env(Words), ["a", "end"])
-    assert "word 3" in str(t.messages) and observations(t) == ["A", "END"]
-    assert (t.metrics["total"], t.stop) == (0.5, "env_done")
-
     class Old:
         """Protocol of Gym before 0.26, with observations that are tuples."""
 
@@ -290,9 +278,18 @@ async def test_environments_of_three_protocols() -> None:
         def step(self, action: str) -> Any:
             return (1, action), np.float32(0.25), np.bool_(action == "end"), {}
 
-    t = await played(af.envs.from_env(Old), ["a", "end"])
-    assert "(1, {'cards': 2}, False)" in str(t.messages[0]["content"]) and observations(t)[1] == "(1, 'end')"
-    assert (t.metrics["total"], t.stop) == (0.5, "env_done")
+    echo = af.envs.from_env(Echo, action=say, show=lambda o: o["text"])
+    for environment, actions, shown, seen, end in (
+        (echo, ["a", "bad", "end", "more"], "seed 3", ["a!", "say something good", "end!"], (1.0, "env_done", True)),
+        (af.envs.from_env(Guess), ["1", "3"], "Guess.", ["1: wrong", "3: right"], (1.0, "env_done", True)),
+        (af.envs.from_env(Guess), ["1"], "Guess.", ["1: wrong"], (0.0, "answered", False)),
+        (af.envs.from_env(Words), ["a", "end"], "word 3", ["A", "END"], (0.5, "env_done", True)),
+        (af.envs.from_env(Old), ["a", "end"], "(1, {'cards': 2}, False)", ["(1, 'a')", "(1, 'end')"],
+         (0.5, "env_done", True)),
+    ):  # fmt: skip
+        t = await played(environment, actions)
+        assert shown in str(t.messages[0]["content"]) and observations(t) == seen
+        assert (t.metrics["total"], t.stop, t.success) == end
 
 
 class NoStep:

@@ -69,8 +69,7 @@ async def test_distillation_needs_no_reward_and_moves_the_policy_to_the_teacher(
     with torch.no_grad():  # a teacher that never says "I don't know"
         never = policy.chat.encode("I")[0]
         teacher.model.get_output_embeddings().weight[never] *= -1
-    config = DISTIL.replace(steps=3, tasks_per_step=6)
-    run = start(None, policy, config, reward=None, teacher=teacher)
+    run = start(None, policy, DISTIL.replace(steps=3, tasks_per_step=6), reward=None, teacher=teacher)
     gaps = []
     async for step in run:
         batch = af.collate([t.replace(reward=0.0) for t in step.rollout or ()])

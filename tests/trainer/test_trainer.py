@@ -457,8 +457,7 @@ async def test_every_estimator_trains(name: str) -> None:
     config = SMALL.replace(advantage=name, steps=1)
     assert SMALL.replace(advantage=getattr(af.advantages, name), steps=1) == config
     rewards = [digits, short] if name == "gdpo" else [digits]
-    run = await start(None, learner(value_head=name == "gae"), config, reward=rewards)
-    assert len(run.records) == 1
+    assert len((await start(None, learner(value_head=name == "gae"), config, reward=rewards)).records) == 1
 
 
 def wrong_shape(rewards: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:

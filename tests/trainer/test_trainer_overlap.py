@@ -79,8 +79,7 @@ async def test_chains_are_at_most_as_many_iterations_old_as_overlap(updated: lis
 @pytest.mark.parametrize("how", ["break", "cancel", "stop"])
 async def test_chains_of_several_iterations_end_with_the_loop(how: str, tmp_path: Path) -> None:
     """They continue between two steps, and are sampled again when the run continues."""
-    config = SMALL.replace(overlap=2)
-    run = start(tmp_path / "run", learner(), config)
+    run = start(tmp_path / "run", learner(), SMALL.replace(overlap=2))
     if how == "cancel":
         going = asyncio.create_task(run)
         await until(lambda: run.records)
@@ -107,8 +106,7 @@ async def test_workers_run_one_rollout_ahead() -> None:
 
 
 async def test_chains_ahead_end_if_another_handle_continues_the_run(tmp_path: Path) -> None:
-    config = SMALL.replace(overlap=2)
-    first, second = (start(tmp_path / "run", learner(), config) for _ in range(2))
+    first, second = (start(tmp_path / "run", learner(), SMALL.replace(overlap=2)) for _ in range(2))
     steps = aiter(first)
     await anext(steps)
     async for step in second:
