@@ -194,7 +194,6 @@ class ChainState(Displayable):
             self._append(dataclasses.replace(self.turn, **text_fields(self.agent, self.turn.messages)), self.stop)
 
     def _end(self, stop: str, error: Failure | None = None) -> Turn:
-        """End the chain, and return the last turn."""
         self.error = error or self.error
         return self._append(self.turn, stop)
 

@@ -296,7 +296,6 @@ class RolloutHandle(Handle[Rollout], Displayable):
             self._workers.append(asyncio.create_task(self._work(), name=f"agentfly-chain-{len(self._workers)}"))
 
     async def _work(self) -> None:
-        """Run chains from the queue until it is empty."""
         try:
             while self._queue:
                 task, key, fork = self._queue.popleft()

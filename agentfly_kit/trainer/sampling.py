@@ -267,7 +267,6 @@ class TaskSampler:
 
 
 def _joined(parts: Sequence[Rollout], seconds: float) -> Rollout:
-    """Return a rollout with the groups of all parts."""
     return Rollout(
         tuple(group for part in parts for group in part.groups),
         seconds,
