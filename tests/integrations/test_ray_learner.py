@@ -19,6 +19,7 @@ from test_trainer import SMALL, digits, learner, numbers, small
 from waiting import blocking_until, until
 
 import agentfly_kit as af
+from agentfly_kit.batch.batch import Dropped
 
 pytest.importorskip("ray", reason='needs the extra: pip install -e ".[ray]"')
 
@@ -45,6 +46,7 @@ def away(a: af.Policy, b: af.Policy) -> float:
 def test_steps_equal_those_of_one_process(cluster: Any) -> None:
     policy = random_policy(3)
     alone, reference, batch = policy.copy(), policy.reference(), made(policy, 9)
+    batch = batch.replace(dropped=(Dropped("other", "truncated"),))
     shown = trajectories(policy, 6)
     optimizer = af.adamw(alone, 1e-3)
 
@@ -56,6 +58,7 @@ def test_steps_equal_those_of_one_process(cluster: Any) -> None:
             stats = await there.step(batch, CONFIG, reference=reference, seed=i, detail=True)
             got, wanted = ([getattr(s, name) for name in STATS] for s in (stats, here))
             assert got == pytest.approx(wanted, rel=1e-4, abs=1e-5) and stats.batch is batch
+            assert stats.dropped == here.dropped == {"truncated": 1}
             assert policy.version == alone.version
         assert away(policy, alone) < 1e-5
         assert torch.allclose(
@@ -163,9 +166,10 @@ def test_a_learner_of_an_adapter(cluster: Any, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_a_failure_in_one_process(cluster: Any) -> None:
-    """An error of one process alone is reported, and a process that has ended is started again."""
+    """An error of one process alone is reported, and a process that has ended is started again. In bfloat16."""
     policy = random_policy(3)
-    batch = made(policy, 5)
+    policy.model.to(torch.bfloat16)
+    alone, before, batch = policy.copy(), policy.copy(), made(policy, 5)
     constant = af.PPOConfig(loss=lambda *_: torch.zeros(()), minibatch=1, max_lag=None)
 
     async def go(there: Any) -> None:
@@ -175,8 +179,13 @@ def test_a_failure_in_one_process(cluster: Any) -> None:
         blocking_until(lambda: not alive(processes(there)[1]))
         await there.reset()
         assert (await there.step(batch, af.PPOConfig(max_lag=None))).updates == 1
+        af.ppo_step(alone, af.adamw(alone, 1e-2), batch, af.PPOConfig(max_lag=None))
+        differs = [(a != b).float().mean() for a, b in zip(policy.parameters(), alone.parameters(), strict=True)]
+        assert max(differs) < 0.1 and away(policy, before) > 5e-3 and policy.model.dtype == torch.bfloat16
+        there.optimizer.load_state_dict(there.optimizer.state_dict())
+        await there.step(batch, af.PPOConfig(max_lag=None))
 
-    with af.ray.learner(policy, 2) as there:
+    with af.ray.learner(policy, 2, lr=1e-2) as there:
         asyncio.run(go(there))
 
 

@@ -196,7 +196,7 @@ class Learner(Processes):
         check_vocabulary(self.policy, batch.trajectories, batch.row_index)
         task = Task("sent", ({"role": "user", "content": ""},))
         empty = Trajectory("sent", task, "", 0, (), "answered", vocabulary=self.policy.chat.vocabulary)
-        return dataclasses.replace(batch, trajectories=(empty,) * len(batch), dropped=())
+        return dataclasses.replace(batch, trajectories=(empty,) * len(batch))
 
     def _check_unchanged(self) -> None:
         if _changes(self.policy) != self._seen:
