@@ -294,7 +294,6 @@ class ChainStepper(Opener):
         self._start(f"drawing {count(n, 'sample')}", draw)
 
     def _do_open_sample(self, value: Any) -> None:
-        """Open the sample with index `value` as a fork that ends with the sampled action."""
         assert self._drawn_at is not None
         sample = self.samples.trajectories[int(value)]
         origin, turn = self._drawn_at
@@ -411,7 +410,6 @@ class ChainStepper(Opener):
             self._code = {"n": self._code.get("n", 0) + 1, "text": sendable(self.to_code())}
 
     def _start(self, what: str, call: Callable[[Any], Any]) -> None:
-        """Start an operation as a background task. Only one operation runs at a time."""
         if self._doing:
             raise RuntimeError(f"the stepper is busy ({self._doing}); wait or cancel")
         self._doing = what

@@ -244,7 +244,6 @@ def _rewards(trajectories: list[Trajectory]) -> Tensor:
 def _author_names(
     authors: str | Sequence[str] | None, trajectories: list[Trajectory], imitate: bool
 ) -> tuple[str, ...]:
-    """Convert `authors` to a tuple of names; () means all authors."""
     if authors is None:
         return ()
     names = (authors,) if isinstance(authors, str) else tuple(authors)

@@ -106,7 +106,6 @@ def _must_call(body: Mapping[str, Any]) -> str | None:
 
 
 def _schema(body: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return the JSON schema that the reply must follow, or None for text."""
     form = body.get("response_format")
     for name in ("text", "output_config"):  # fields of the Responses API and the Messages API
         if form is None and isinstance(body.get(name), Mapping):

@@ -185,7 +185,6 @@ class Fleet(Engine):
                 member.engine.release(session)
 
     async def _run(self, ids: Sequence[int], session: str | None, call: Callable[[Engine], Awaitable[Any]]) -> Any:
-        """Call engines one at a time until a call succeeds, and return the result."""
         if not self._checked:
             async with self._lock():
                 if not self._checked:

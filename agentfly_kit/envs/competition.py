@@ -341,7 +341,6 @@ class Contest(SandboxEnvironment):
         return predictions
 
     async def _collect(self, code: str) -> str:
-        """Run a program and return the text of the submission.csv that it writes."""
         result = await self._sandbox.run(code, timeout=self._seconds)
         collected = await self._sandbox.run(_COLLECT, timeout=10.0)
         if not result.ok:

@@ -461,7 +461,6 @@ def _text(chat: Chat | None, ids: tuple[int, ...] | None, messages: Sequence[Mes
 
 
 def _message(given: Mapping[str, Any]) -> tuple[Message, tuple[ToolCall, ...]]:
-    """Return a message with its content converted to text, and the tool calls of the message."""
     content = given.get("content")
     if isinstance(content, list):
         texts = [_get(part, "text") for part in content]

@@ -145,7 +145,6 @@ class LanguageModel:
         return states if chosen is None else chosen
 
     def _row_images(self, ids: Tensor, images: RowSpans | None) -> Any:
-        """Return the `RowImages` of rows, or None if there are no images."""
         if images is None or not any(images):
             return None
         from agentfly_kit.policy.vision import row_images

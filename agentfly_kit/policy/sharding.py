@@ -215,7 +215,10 @@ def scatter(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     parts = {i: {k: _part(v, parameters[i]) for k, v in values.items()} for i, values in state["state"].items()}
     for i, values in parts.items():
-        parameters[i].data.copy_(values.pop("master", parameters[i].data))
+        held = parameters[i].data
+        master = values.pop("master", held)
+        # As in one process, a copy counts only where it rounds to the current weight, which may have changed since.
+        held.copy_(torch.where(master.bfloat16() == held.bfloat16(), master, held))
     return {**state, "state": parts}
 
 

@@ -106,7 +106,8 @@ async def imitate(
         lr: Peak learning rate. The rate rises from 0 during the first 5 % of the updates and decays linearly to a
             tenth of the peak.
         seed: Seed for the order of trajectories.
-        learner: Processes created by `af.ray.learner` that update the policy. None updates it in this process.
+        learner: Processes created by `af.ray.learner` that update the policy. None updates it in this process. After
+            the last update, the learner has a new optimizer with the learning rate that it had before.
 
     Returns:
         The statistics of each update.
@@ -125,6 +126,7 @@ async def imitate(
     elif getattr(learner, "policy", None) is not policy:
         raise SettingsError("learner must update the policy that is trained: af.ray.learner(policy, n)")
     else:
+        before = learner.optimizer.param_groups[0]["lr"]
         await learner.reset(lr)
         optimizer = learner.optimizer
     cancel = threading.Event()
@@ -136,6 +138,8 @@ async def imitate(
             done.append(await run_in_thread(step, on_cancel=cancel.set))
         else:
             done.append(await learner.step(part))
+    if learner is not None:
+        await learner.reset(before)
     return done
 
 

@@ -108,7 +108,6 @@ async def call_user_function(
 
 
 def _trim_traceback(error: BaseException, function: Callable[..., Any]) -> BaseException:
-    """Remove the traceback frames that precede the frame of the user function."""
     code = getattr(underlying(function), "__code__", None)
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:

@@ -172,7 +172,6 @@ class BatchBuilder:
         return batch.replace(advantages=batch.advantages * factors[:, None])
 
     def _with_reference_logprobs(self, batch: Batch) -> Batch:
-        """Add the logprobs of the reference policy if the KL penalty is part of the reward."""
         if self.reference is None or self.config.kl_in != "reward":
             return batch
         scored = self.workers.score(self.reference, batch, "logprob", self.config.micro_tokens)

@@ -377,7 +377,6 @@ class Run(Displayable):
 
 
 def _best_step(records: Sequence[Mapping[str, Any]]) -> int | None:
-    """Return the earliest step with the highest success in an evaluation, or None if there was no evaluation."""
     evaluated = [r for r in records if isinstance(r.get("eval_success"), int | float)]
     return int(max(evaluated, key=lambda r: r["eval_success"])["step"]) if evaluated else None
 

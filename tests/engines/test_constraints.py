@@ -227,6 +227,12 @@ def test_thinking_precedes_the_constrained_part() -> None:
     assert allows(random_policy().chat, constraint, '{so} <tool>\n</think>\n\n{"unit": "C", "days": 3}')
 
 
+@pytest.mark.parametrize("after", [', "id": "a1"}]', " then stop", " 7", "]</call>"])
+def test_any_text_may_follow_a_value(after: str) -> None:
+    constraint = Constraint((('[{"arguments": ', json.dumps(SCHEMA), after),))
+    assert allows(af.tiny.policy().chat, constraint, f'[{{"arguments": {{"unit": "C", "days": 3}}{after}')
+
+
 @pytest.mark.parametrize("name", [name for name in formats.NAMES if name not in UNCONSTRAINED])
 def test_numbers_and_keys_are_those_that_python_can_hold(name: str) -> None:
     """The grammar allows neither infinity, which is not JSON, nor integers that `json.loads` refuses."""

@@ -693,7 +693,7 @@ def test_the_interpreter_can_exit_while_a_thread_runs(program: str) -> None:
 async def test_only_float32_on_a_cpu_is_reproducible(monkeypatch: pytest.MonkeyPatch, engine: af.LocalEngine) -> None:
     assert engine.reproducible
     with monkeypatch.context() as patch:
-        patch.setattr(local, "is_batch_invariant", lambda threads: False)
+        patch.setattr(local, "is_batch_invariant", lambda *_: False)
         assert not engine.reproducible
     half = random_policy(2)
     half.model.to(torch.bfloat16)
@@ -710,7 +710,7 @@ async def test_only_float32_on_a_cpu_is_reproducible(monkeypatch: pytest.MonkeyP
 
 
 # The import of agentfly_kit sets MKL_CBWR. Without a LocalEngine, transformers, which takes seconds, is not imported.
-REPORT = "from agentfly_kit.engines.local.kv_cache import is_batch_invariant; print(is_batch_invariant(1))"
+REPORT = "from agentfly_kit.engines.local.kv_cache import is_batch_invariant; print(is_batch_invariant(1, True))"
 
 
 @pytest.mark.real

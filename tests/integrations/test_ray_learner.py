@@ -69,6 +69,7 @@ def test_steps_equal_those_of_one_process(cluster: Any) -> None:
         assert not there.score(reference, batch, "logprob", None)[batch.mask].isnan().any()
         got = await af.imitate(policy, shown, minibatch=3, lr=1e-3, learner=there)
         assert len(got) == 4 and policy.version == alone.version + 4
+        assert there.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
         for stats, here in zip(got, await af.imitate(alone, shown, minibatch=3, lr=1e-3), strict=True):
             assert (stats.loss, stats.grad_norm, stats.lr) == pytest.approx(
                 (here.loss, here.grad_norm, here.lr), 1e-4

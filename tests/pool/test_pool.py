@@ -248,8 +248,8 @@ def test_at_most_eight_sandboxes_start_at_once():
 
 def test_a_successful_start_ends_the_pause_after_failed_starts():
     state = PoolState(2)
-    for ticket in range(2):
-        state.apply(state.requested, ticket, "a", now=0)
+    state.apply(state.requested, 0, "a", now=0)
+    state.apply(state.requested, 1, "a", now=0)
     first, second = state.slots.values()
     state.apply(state.start_failed, first, OSError("no"), True, now=0)
     state.apply(state.started, second, now=0)

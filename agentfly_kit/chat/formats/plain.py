@@ -92,7 +92,6 @@ class ReAct(Format):
 
 
 def _is_inside_input(text: str, at: int) -> bool:
-    """Return True if position `at` is inside the JSON input of an action."""
     for given in _INPUT.finditer(text, 0, at):
         if text.startswith("{", given.end()):
             _, end, problem = read_json(text, given.end())

@@ -115,19 +115,17 @@ class FusedLlamaDecoder:
                 return None
             decoder = cls(trunk, head)
             return decoder if _passes_trial(trunk, decoder) else None
-        except (AttributeError, RuntimeError):  # the model's structure differs from the expected one
+        except (AttributeError, RuntimeError, TypeError, ValueError, KeyError):  # the structure is another one
             return None
 
     def __init__(self, trunk: Any, head: Any = None) -> None:
         config = trunk.config
         self._trunk = trunk
         self._head = head if type(head) is nn.Linear else nn.Identity()
-        self._modules = [*trunk.modules(), self._head]
-        self._parameters = [*trunk.parameters(), *self._head.parameters()]
+        self._list_modules()
         # The product with the output matrix, or None if the output layer is to be called.
         self.head: Product | None = None
-        self._adapters = [m for m in self._modules if hasattr(m, "lora_A")]
-        self._is_packed = sum(p.numel() for p in self._parameters) > _MIN_PACKED_PARAMETERS
+        self.is_packed = sum(p.numel() for p in self._parameters) > _MIN_PACKED_PARAMETERS
         self._heads = int(config.num_attention_heads)
         self._kv = int(config.num_key_value_heads)
         first = trunk.layers[0].self_attn
@@ -148,10 +146,8 @@ class FusedLlamaDecoder:
         options: Options = None,
     ) -> Tensor:
         """Compute hidden states; see `CachedForward`. The fused weights are rebuilt if `stamp` has changed."""
-        if any(m._forward_hooks or m._forward_pre_hooks for m in self._modules):
-            self._weights_key = self.head = None
+        if not self._refresh(int(cache.capacity), stamp):
             return _modules_forward(self._trunk)(cache, rows, tokens, positions, stamp, options)
-        self._refresh(int(cache.capacity), stamp)
         if tokens.shape[1] == 1:
             mask = cache.prepare(rows, positions, aligned)
             return self._decode_one_token(cache, tokens[:, 0], positions[:, 0], mask)[:, None]
@@ -219,16 +215,28 @@ class FusedLlamaDecoder:
         weights = [_weight(m) for m in projections]
         weight = torch.cat(weights) if weights[1:] else weights[0]
         bias = None if projections[0].bias is None else torch.cat([m.bias for m in projections])
-        if self._is_packed:
+        if self.is_packed:
             return packed_product(weight, bias)
         return functools.partial(F.linear, weight=weight, bias=bias)
 
-    def _refresh(self, capacity: int, stamp: object) -> None:
-        """Rebuild the fused weights if they have changed, and extend the rotary embedding to `capacity` positions."""
+    def _list_modules(self) -> None:
+        self._modules = [*self._trunk.modules(), self._head]
+        self._parameters = [*self._trunk.parameters(), *self._head.parameters()]
+        self._adapters = [m for m in self._modules if hasattr(m, "lora_A")]
+
+    def _refresh(self, capacity: int, stamp: object) -> bool:
+        """Rebuild the fused weights if they have changed, and extend the rotary embedding to `capacity` positions.
+
+        Returns False if the model cannot be fused any more, for example because it has a hook.
+        """
         adapters = [(m.merged, m.disable_adapters, m.active_adapters, {**m.scaling}) for m in self._adapters]
+        hooked = any(m._forward_hooks or m._forward_pre_hooks for m in self._modules)
         key = (stamp, sum(p._version for p in self._parameters), adapters)
-        if key != self._weights_key:
-            self._layers = []
+        if hooked or key != self._weights_key:
+            self._layers, self.head, self._weights_key = [], None, None
+            self._list_modules()  # adapters may have been added in place
+            if hooked or not _is_supported(self._trunk):
+                return False
             for layer in self._trunk.layers:
                 a, mlp = layer.self_attn, layer.mlp
                 scale = torch.zeros(0)
@@ -243,7 +251,7 @@ class FusedLlamaDecoder:
                 self._layers.append(
                     (*products, layer.input_layernorm.weight, layer.post_attention_layernorm.weight, scale)
                 )
-            if self._is_packed and type(self._head) is nn.Linear:
+            if self.is_packed and type(self._head) is nn.Linear:
                 self.head = self._product(self._head)
             self._weights_key = key
         if len(self._cos) < capacity:
@@ -251,6 +259,7 @@ class FusedLlamaDecoder:
             # The rotation negates half of the elements; store the sign in the sine table.
             half = self._size // 2
             self._cos, self._sin = cos[0], torch.cat([-sin[0, :, :half], sin[0, :, half:]], dim=-1)
+        return True
 
 
 def _is_supported(trunk: Any) -> bool:
@@ -283,7 +292,8 @@ def _is_plain(projection: Any) -> bool:
     kind = type(projection)
     if (kind.__module__, kind.__name__) != ("peft.tuners.lora.layer", "Linear"):
         return kind is nn.Linear
-    plain = not projection.lora_variant and not any(projection.lora_bias.values())
+    undone = projection.merged and projection.disable_adapters  # the next forward pass of the module removes adapters
+    plain = not undone and not projection.lora_variant and not any(projection.lora_bias.values())
     return plain and type(projection.base_layer) is nn.Linear
 
 

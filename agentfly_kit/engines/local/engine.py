@@ -106,8 +106,11 @@ class LocalEngine(Engine):
         if self._batch.table.num_replaced:
             return "histories were recomputed, because there were more unfinished chains than slots"
         with single_torch_thread(self.policy):
+            packed = getattr(self._batch._cached_forward, "is_packed", False)
             return (
-                None if is_batch_invariant(torch.get_num_threads()) else "the processor's kernels depend on the batch"
+                None
+                if is_batch_invariant(torch.get_num_threads(), packed)
+                else "the processor's kernels depend on the batch"
             )
 
     @property

@@ -60,11 +60,12 @@ class Grammars:
             SettingsError: if a JSON schema has keywords or values that are not supported.
         """
         if constraint not in self._cache:
-            matchers = [
-                self._matcher(self._tokenizer, self.to_lark(constraint, plain=plain), log_level=0)
-                for plain in (False, True)
-            ]
-            if problem := matchers[0].get_error():
+            # The second grammar cannot tell where a value ends if the text after it could begin another value.
+            after = {part.lstrip(_PUNCTUATION)[:1] for choice in constraint.choices for part in choice[2::2]}
+            kinds = (False, True) if after.isdisjoint('"-0123456789tfn') else (False,)
+            grammars = (self.to_lark(constraint, plain=plain) for plain in kinds)
+            matchers = [self._matcher(self._tokenizer, grammar, log_level=0) for grammar in grammars]
+            if problem := "".join(matcher.get_error() for matcher in matchers):
                 reason = problem.strip().splitlines()[0]
                 alone = [dataclasses.replace(constraint, choices=(choice,)) for choice in constraint.choices]
                 wrong = filter(lambda one: self._matcher.validate_grammar(self.to_lark(one), self._tokenizer), alone)

@@ -79,7 +79,7 @@ def packed_product(weight: Tensor, bias: Tensor | None = None) -> Product:
 
 
 @functools.cache
-def is_batch_invariant(threads: int) -> bool:
+def is_batch_invariant(threads: int, packed: bool = False) -> bool:
     """Return True if products, attention and normalizations round each row independently of the other rows.
 
     The result may be False on a processor that was not tested, if MKL_CBWR is set to another value, or if the process
@@ -87,11 +87,13 @@ def is_batch_invariant(threads: int) -> bool:
 
     Args:
         threads: Torch's number of threads, which affects its choice of kernels. Results are cached for each number.
+        packed: Whether products with oneDNN's layout are tested too.
     """
     generator = torch.Generator().manual_seed(0)
     for width, outputs in ((64, 192), (128, 128), (384, 64), (2048, 64)):
         weight, x = (torch.randn(n, width, generator=generator) for n in (outputs, 256))
-        for product in (functools.partial(F.linear, weight=weight), packed_product(weight)):
+        products: list[Product] = [functools.partial(F.linear, weight=weight)] + packed * [packed_product(weight)]
+        for product in products:
             if any(not torch.equal(product(x[:rows]), product(x)[:rows]) for rows in (8, 16, 24, 40, 64, 128)):
                 return False
     for keys in (100, 180, 300, 700):

@@ -192,7 +192,6 @@ def tasks_in(folder: str | os.PathLike[str], *, kinds: Sequence[str] | None = No
 
 
 def _played(task: Task, messages: Sequence[Message]) -> tuple[Game, House]:
-    """Return the game and the state of the house after the tool calls in `messages`."""
     made = game_of(task)
     house = made.house()
     for message in messages:

@@ -299,7 +299,6 @@ def _put(what: str, value: Any) -> Any:
 
 
 def _result(found: list[Any]) -> Any:
-    """Return the result of rank 0, or raise the error of a process."""
     for result in found:
         if isinstance(result, BaseException):
             raise result

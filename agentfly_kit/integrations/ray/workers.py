@@ -284,7 +284,6 @@ class Workers(Processes):
 async def _next_result(
     results: asyncio.Queue[tuple[int, GroupResult] | Exception], serving: Sequence[asyncio.Task[None]]
 ) -> tuple[int, GroupResult]:
-    """Wait for the next result. Raise EngineError if no worker is left."""
     getting = asyncio.ensure_future(results.get())
     try:
         while not getting.done():

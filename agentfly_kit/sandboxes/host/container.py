@@ -323,7 +323,6 @@ class ContainerProcess(SandboxProcess):
 
 
 def _remove_container(api: Any, id: str) -> None:
-    """Remove a container, which the engine may already be removing automatically."""
     from docker.errors import APIError, NotFound
 
     for _ in range(200):
