@@ -30,7 +30,7 @@ def cluster() -> Iterator[Any]:
     folder = tempfile.mkdtemp(prefix="ray", dir="/tmp")  # a short path, because it contains sockets
     before = dict(os.environ)
     here = Path(__file__).resolve().parent
-    modules = [str(here), *(str(here.parent / name) for name in ("", "trainer", "engines", "ppo", "policy"))]
+    modules = [str(here), *(str(here.parent / name) for name in ("", "agent", "trainer", "engines", "ppo", "policy"))]
     os.environ |= {
         "PYTHONPATH": os.pathsep.join(modules), "RAY_TMPDIR": folder, "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "RAY_worker_niceness": "0",

@@ -287,6 +287,7 @@ def test_a_removed_node_costs_no_chain(cluster: Any) -> None:
 def merged(first: Any, second: Any) -> Any:
     """Return workers with the processes of both, so that one of them is on a certain node."""
     first._actors += second._actors
+    first.nodes += second.nodes
     second._actors = []
     return first
 
