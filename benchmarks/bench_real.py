@@ -89,7 +89,7 @@ async def measure(given: argparse.Namespace) -> dict[str, Any]:
 
     config = af.TrainConfig(
         steps=given.steps, tasks_per_step=given.tasks, group_size=given.group, minibatch=given.minibatch, epochs=1,
-        lr=given.lr, lr_warmup=given.warmup, seed=given.seed,
+        lr=given.lr, lr_end=given.lr_end, lr_warmup=given.warmup, seed=given.seed,
     )  # fmt: skip
     start = time.process_time()
     async for step in af.train(agent, policy, tasks.train, config):
@@ -122,6 +122,7 @@ if __name__ == "__main__":
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--minibatch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=3e-4)
+    parser.add_argument("--lr-end", type=float, help="learning rate of the last step; by default that of --lr")
     parser.add_argument("--warmup", type=int, default=4, help="iterations before the learning rate is reached")
     parser.add_argument("--no-zero-shot", dest="zero_shot", action="store_false")
     parser.add_argument("--no-control", dest="control", action="store_false")

@@ -217,14 +217,16 @@ async def test_samples_do_not_depend_on_constraints_of_other_requests() -> None:
     pairs = [(None if i % 2 else constraint, i) for i in range(16)]
     alone = [await sampled(agent, *pair) for pair in pairs]
     together = await asyncio.gather(*(sampled(agent, *pair) for pair in pairs))
-    for one, other in zip(alone, together, strict=True):
-        assert (one.ids, one.logprobs, one.kept_mass) == (other.ids, other.logprobs, other.kept_mass)
+    assert [(s.ids, s.logprobs, s.kept_mass) for s in alone] == [(s.ids, s.logprobs, s.kept_mass) for s in together]
     assert [sample.kept_mass is None for sample in alone] == [False, True] * 8
 
 
 def test_thinking_precedes_the_constrained_part() -> None:
-    constraint = Constraint((("", json.dumps(SCHEMA)),), thinking_end="</think>")
-    assert allows(random_policy().chat, constraint, '{so} <tool>\n</think>\n\n{"unit": "C", "days": 3}')
+    assert allows(
+        random_policy().chat,
+        Constraint((("", json.dumps(SCHEMA)),), thinking_end="</think>"),
+        '{so} <tool>\n</think>\n\n{"unit": "C", "days": 3}',
+    )
 
 
 @pytest.mark.parametrize("after", [', "id": "a1"}]', " then stop", " 7", "]</call>"])
