@@ -113,7 +113,6 @@ def _parse_json(text: str, name: str, number: int) -> Any:
 
 
 def _read_csv(file: Any) -> Any:
-    """Read a .csv file as a DataFrame of strings."""
     import pandas
 
     limit = csv.field_size_limit(sys.maxsize)

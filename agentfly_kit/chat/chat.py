@@ -282,7 +282,6 @@ class Chat(Displayable):
 
     @property
     def _results_as_user(self) -> bool:
-        """True if tool results are rendered as user messages."""
         return not self._in_template_format or self.template.tool_role == "user"
 
     @property

@@ -75,7 +75,6 @@ def masked_states(
 
 @functools.cache
 def _cache_parameter(decoder: type[torch.nn.Module]) -> str:
-    """Return the name of the decoder's parameter for the cache."""
     # Transformers before 5.24 uses the first two names, the second one for models without attention.
     accepted = inspect.signature(decoder.forward).parameters
     return next((name for name in ("past_key_values", "cache_params") if name in accepted), "cache")

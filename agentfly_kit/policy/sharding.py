@@ -41,28 +41,34 @@ def shard(policy: Policy, accelerator: Any) -> Policy:
     policy.check_head()
     _ = policy._sharing_obstacle, policy.size, policy.vocab_size
     dtypes = {name: tensor.dtype for name, tensor in policy._full_state().items()}
+    head = policy.value_head
+    heads = [head.trunk, head.head] if isinstance(head, Critic) else [head] if head is not None else []
+    rounded = {root: _is_rounded(root) for root in (policy.model, *heads)}  # before any of them is sharded
     mesh = init_device_mesh(policy.device.type, (accelerator.num_processes,))
-    _shard_module(policy.model, mesh)
+    for root in rounded:
+        _shard_module(root, mesh, rounded[root])
     policy.model.call_sharded = types.MethodType(lambda _, function: function(), policy.model)
     register_fsdp_forward_method(policy.model, "call_sharded")
-    head = policy.value_head
-    for module in [head.trunk, head.head] if isinstance(head, Critic) else [head] if head is not None else []:
-        _shard_module(module, mesh)
     policy.__dict__.update(accelerator=accelerator, dtypes=dtypes)
     policy.__class__ = _subclass(ShardedPolicy, type(policy))
     return policy
 
 
-def _shard_module(root: Any, mesh: Any) -> None:
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    trained = {p.dtype for p in root.parameters() if p.requires_grad}
-    used, rounded = {p.dtype for p in root.parameters()}, torch.bfloat16 in trained
+def _is_rounded(root: Any) -> bool:
+    """Return True if bfloat16 weights are trained. Raise SettingsError for types that cannot be sharded."""
+    rounded = torch.bfloat16 in {p.dtype for p in root.parameters() if p.requires_grad}
+    used = {p.dtype for p in root.parameters()}
     if used - {torch.float32, torch.bfloat16} or (rounded and len(used) > 1):
         raise SettingsError(
             "a sharded policy must have float32 or bfloat16 weights, of one type if bfloat16 weights are trained, "
             f"got {', '.join(sorted(map(str, used)))}; load it with one of these dtypes"
         )
+    return rounded
+
+
+def _shard_module(root: Any, mesh: Any, rounded: bool) -> None:
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
     precision = MixedPrecisionPolicy()
     if rounded:  # keep and reduce in float32, as `adamw` does in one process, but gather and compute in bfloat16
         precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32)

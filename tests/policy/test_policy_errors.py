@@ -67,7 +67,7 @@ test_errors = errors.rejected(
     (
         lambda: sharded(random_policy().model.half()),
         af.errors.SettingsError,
-        "a sharded policy must have float32 weights, got torch.float16",
+        "a sharded policy must have float32 or bfloat16 weights",
     ),
     (
         lambda: sharded(random_policy().model, hf_device_map={"": "cpu"}),
