@@ -9,7 +9,7 @@ from waiting import GUARD, until
 
 import agentfly_kit as af
 from agentfly_kit.sandboxes.call import Call
-from agentfly_kit.sandboxes.host.limits import Group
+from agentfly_kit.sandboxes.host.cgroups import Group
 from agentfly_kit.sandboxes.hosted import HostedSandbox
 
 _INTERNAL = (

@@ -25,8 +25,9 @@ from ..errors import SandboxError, SettingsError, check_count, check_instance, c
 from .call import CONTROL_SECONDS, ENDED_BY_CODE, GRACE_SECONDS, OUT_OF_MEMORY, Call, JSONLines, Watch, death_message
 from .host import container, process
 from .host import isolation as levels
+from .host.cgroups import LimitHits
 from .host.container import Container
-from .host.limits import LimitHits, Limits
+from .host.limits import Limits
 from .inside.frames import ERR, OUT
 from .result import SandboxResult
 from .settings import forward_signature

@@ -19,8 +19,7 @@ from test_sandbox_python import IGNORES_INTERRUPTS, below, nothing_left, runs  #
 from waiting import GUARD, blocking_until, until
 
 import agentfly_kit as af
-from agentfly_kit.sandboxes.host import isolation, limits, process
-from agentfly_kit.sandboxes.host.limits import Hierarchy
+from agentfly_kit.sandboxes.host import cgroups, isolation, process
 from agentfly_kit.sandboxes.inside import processes
 
 
@@ -117,7 +116,7 @@ def small_parent(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (memory / "cgroup.subtree_control").write_text("+memory +pids")
     name = "memory.limit_in_bytes" if hierarchy.version == "v1" else "memory.max"
     (memory / name).write_text(str(96 * 2**20))
-    monkeypatch.setattr(isolation, "hierarchy", lambda: Hierarchy(hierarchy.version, roots))
+    monkeypatch.setattr(isolation, "hierarchy", lambda: cgroups.Hierarchy(hierarchy.version, roots))
     yield
     monkeypatch.undo()
     for root in roots.values():
@@ -220,7 +219,7 @@ async def test_without_control_groups_the_machines_counter_decides(
     """The sender of a SIGKILL is unknown. It is taken to be the code unless the machine killed a process meanwhile."""
     monkeypatch.setattr(isolation, "hierarchy", lambda: None)
     kills = 5
-    monkeypatch.setattr(limits, "_fields", lambda file: {"oom_kill": kills} if file == Path("/proc/vmstat") else {})
+    monkeypatch.setattr(cgroups, "_fields", lambda file: {"oom_kill": kills} if file == Path("/proc/vmstat") else {})
     async with af.PythonSandbox(isolation="none", processes=None) as sandbox:
         await sandbox.run("import os")
         kills += machine_kills

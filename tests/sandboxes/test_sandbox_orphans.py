@@ -12,7 +12,7 @@ from levels import LEVELS
 from test_sandbox_python import below, groups, no_groups, runs
 from waiting import GUARD, blocking_until
 
-from agentfly_kit.sandboxes.host import isolation, limits, reaper
+from agentfly_kit.sandboxes.host import cgroups, isolation, reaper
 
 HOST = """
 import asyncio, sys
@@ -138,7 +138,7 @@ def test_orphaned_groups_are_removed_with_their_processes():
                 (folder / "cgroup.procs").write_text(str(sleepers[tag].pid))
 
         def removed() -> bool:
-            limits.remove_orphans(hierarchy)
+            cgroups.remove_orphans(hierarchy)
             return not [folder for folder in made for tag in gone.values() if tag in folder.name and folder.exists()]
 
         blocking_until(removed)

@@ -25,8 +25,9 @@ from processes import running
 from waiting import GUARD, blocking_until, until
 
 import agentfly_kit as af
-from agentfly_kit.sandboxes.host import commands, isolation, limits
-from agentfly_kit.sandboxes.host.limits import Group, Hierarchy, Limits, find_hierarchy
+from agentfly_kit.sandboxes.host import cgroups, commands, isolation
+from agentfly_kit.sandboxes.host.cgroups import Group, Hierarchy, find_hierarchy
+from agentfly_kit.sandboxes.host.limits import Limits
 from agentfly_kit.sandboxes.inside import processes
 
 
@@ -67,7 +68,7 @@ def no_groups(pid: int) -> bool:
     """Remove the control groups of a process that has ended, as the next process does. Return True if none is left."""
     hierarchy = isolation.hierarchy()
     if hierarchy is not None:
-        limits.remove_orphans(hierarchy)
+        cgroups.remove_orphans(hierarchy)
     return not groups(pid)
 
 
@@ -250,7 +251,7 @@ async def test_all_processes_are_in_the_control_group(sandbox: af.PythonSandbox)
     await sandbox.run("import subprocess; subprocess.Popen(['sleep', '100'])")
     everything = {sandbox.pid, *processes.descendants(sandbox.pid)}
     assert len(everything) >= 3
-    assert set(sandbox._handle.group.processes()) == everything
+    assert set(sandbox._handle.group.members()) == everything
 
 
 @pytest.mark.parametrize(
@@ -539,14 +540,14 @@ def test_control_groups_version_2(tmp_path: Path):
     group = Group.create(found, Limits(memory_mb=100, processes=8))
     folder = group.folders[""]
     assert folder.parent == app
-    wanted = [str(100 * 2**20 + limits._OWN_MEMORY), "10"]
+    wanted = [str(100 * 2**20 + cgroups._OWN_MEMORY), "10"]
     assert [(folder / name).read_text() for name in ("memory.max", "pids.max")] == wanted
     for name, text in {
         "cpu.stat": "usage_usec 2500000\nuser_usec 1\n", "memory.events": "low 0\noom 3\noom_kill 2\n",
         "pids.events": "max 5\n", "cgroup.procs": "",
     }.items():  # fmt: skip
         (folder / name).write_text(text)
-    assert (group.cpu_seconds(), group.limit_hits(), group.processes()) == (2.5, (3, 2, 5), [])
+    assert (group.cpu_seconds(), group.limit_hits(), group.members()) == (2.5, (3, 2, 5), [])
     assert find_hierarchy(mounts, "0::/\n") is find_hierarchy("", "") is None
 
 

@@ -18,7 +18,8 @@ from agentfly_kit._display import Displayable
 
 from ...errors import IsolationError, IsolationWarning
 from . import commands, seccomp
-from .limits import Group, Hierarchy, Limits, find_hierarchy, remove_orphans
+from .cgroups import Group, Hierarchy, find_hierarchy, remove_orphans
+from .limits import Limits
 
 LEVELS = ("strict", "landlock", "none")  # best first
 

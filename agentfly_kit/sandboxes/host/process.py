@@ -24,7 +24,8 @@ from ...errors import SandboxError
 from ..inside import processes
 from ..inside.frames import Channels
 from . import commands, isolation, reaper, seccomp
-from .limits import Group, Limits, Usage
+from .cgroups import Group, Usage
+from .limits import Limits
 
 _EXIT_SECONDS = 0.5  # a zygote that has not exited after this time is killed
 _PRELUDE = 'for file in $JOIN; do echo 0 > "$file" || exit 97; done; unset JOIN; exec "$@"'
@@ -265,7 +266,7 @@ def _confine(group: Group, process: subprocess.Popen[bytes]) -> None:
     repeatedly.
     """
     for _ in range(100):
-        outside = {process.pid, *processes.descendants(process.pid)} - set(group.processes())
+        outside = {process.pid, *processes.descendants(process.pid)} - set(group.members())
         if not outside or process.poll() is not None:
             return
         for pid in outside:

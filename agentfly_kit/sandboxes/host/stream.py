@@ -29,7 +29,7 @@ from ..inside.frames import (
     frames,
     received,
 )
-from .limits import LimitHits, Usage
+from .cgroups import LimitHits, Usage
 
 _CHUNK = 65536
 _DRAIN_SECONDS = 1.0  # maximum wait for the last output after the container has ended

@@ -242,7 +242,7 @@ class Relay(Zygote, Channels):
 
     def usage(self, always: bool = False) -> None:
         self.usage_read = time.monotonic()
-        # The counters are ordered as in LimitHits (host/limits.py). cgroup v1 does not report which limit was exceeded.
+        # The counters have the order of LimitHits in host/cgroups.py. cgroup v1 does not report which limit was hit.
         killed = cgroup_counter("memory/memory.oom_control", "memory.events", "oom_kill")
         own = killed if os.path.exists("/sys/fs/cgroup/memory") else cgroup_counter("", "memory.events", "oom")
         counts = own, killed, cgroup_counter("pids/pids.events", "pids.events", "max")
