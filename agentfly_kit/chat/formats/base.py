@@ -6,6 +6,7 @@ for whitespace and names are therefore possessive (`++`), and no opening tag tri
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -226,7 +227,11 @@ def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, di
 def encoding_problem(value: Any) -> str:
     """Return the reason why a parsed value cannot be tokenized, saved or sent, or "" if it can."""
     try:
-        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        # The value is encoded again where the stack is deeper, so reserve 200 levels by as many lists around it.
+        nested = functools.reduce(lambda inner, _: [inner], range(200), value)
+        json.dumps(nested, ensure_ascii=False, allow_nan=False).encode()
+    except RecursionError:
+        return "is nested too deeply"
     except UnicodeEncodeError:
         return "contains an unpaired surrogate (\\ud800 to \\udfff)"
     except ValueError:  # for example 1e999, which was parsed as infinity
