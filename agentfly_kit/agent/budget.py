@@ -43,8 +43,9 @@ class Budget(Displayable):
     seconds: float | None = None
 
     def __post_init__(self) -> None:
-        limits = dict.fromkeys(("tokens", "turns", "tool_calls"), "of at least 1")
-        check_settings(self, {**limits, "seconds": "above 0"})
+        check_settings(
+            self, {**dict.fromkeys(("tokens", "turns", "tool_calls"), "of at least 1"), "seconds": "above 0"}
+        )
 
 
 class BudgetUsage:
@@ -170,13 +171,18 @@ def stop_after_action(agent: AgentSettings, turn: Turn, limit: int, limited_by: 
             return "context_full"
         at_limit = agent.max_tokens is not None and action_tokens(turn) >= agent.max_tokens
         return limited_by or ("chain_tokens" if at_limit else "turn_tokens")
-    goes_on = turn.tool_calls or user_replies(agent, turn) or nudge_after(agent, turn) is not None
-    return None if goes_on else "answered"
+    stop = stop_of_complete_action(agent, turn)
+    return None if stop == "answered" and nudge_after(agent, turn) is not None else stop
 
 
-def user_replies(agent: AgentSettings, action: Turn) -> bool:
-    """Return True if the agent's `user` replies to an action without a tool call."""
-    return agent.user is not None and action.actions < agent.max_turns
+def stop_of_complete_action(agent: AgentSettings, action: Turn) -> str | None:
+    """Return the stop reason that follows from the content of a complete action, or None if the chain continues.
+
+    Nudges are not considered. The result is the same for sampled and forced actions, and when a chain is rewound to the
+    action.
+    """
+    user_replies = agent.user is not None and action.actions < agent.max_turns
+    return None if action.tool_calls or user_replies else "answered"
 
 
 def nudge_after(agent: AgentSettings, action: Turn) -> str | None:

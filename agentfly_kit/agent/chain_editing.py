@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentfly_kit._async.pending_call import pending_call
-from agentfly_kit.agent.budget import user_replies
+from agentfly_kit.agent.budget import stop_of_complete_action
 from agentfly_kit.agent.chain import BaseChain, LoopChain
 from agentfly_kit.agent.progress import ChainHooks, ChainKey
 from agentfly_kit.agent.rollout import Rollout
@@ -139,8 +139,7 @@ class Chain(LoopChain):
                 **token_fields(agent, ids),
                 **fields,
             )
-            goes_on = not end or turn.tool_calls or user_replies(agent, turn)
-            return self._append(turn, None if goes_on else "answered")
+            return self._append(turn, stop_of_complete_action(agent, turn) if end else None)
 
     def observe(self, text: str, *, author: str = "person") -> Turn:
         """Append `text` as the observation of the last action.
@@ -233,8 +232,7 @@ class Chain(LoopChain):
         stop = None
         if target.completes_action:
             # A truncated action is not an answer, and its tool calls are not run.
-            goes_on = target.tool_calls or user_replies(self.agent, target)
-            stop = "turn_tokens" if target.stop == "length" else None if goes_on else "answered"
+            stop = "turn_tokens" if target.stop == "length" else stop_of_complete_action(self.agent, target)
         self._append(target, stop)
         if target.kind == "observation" and target.ids == ():
             # The target has no ids, because it ended the chain or a row.

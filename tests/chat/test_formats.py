@@ -60,7 +60,7 @@ def test_a_malformed_call_between_valid_ones() -> None:
         ('{"name": "a", "arguments": {"x": ' + "9" * 5000 + "}}", "not valid JSON"),
         ('{"name": "a", "arguments": {"x": 1e999}}', "too large"),
         ("[" * 100_000, "nested too deeply"),
-        ('{"name": "a", "arguments": {"x": ' + "[" * 900 + "]" * 900 + "}}", "the tool call is nested too deeply; write"),
+        ('{"name": "a", "arguments": {"x": ' + "[" * 900 + "]" * 900 + "}}", "call is nested too deeply; write"),
     ],
 )
 def test_the_error_of_a_malformed_call(body: str, words: str) -> None:
