@@ -6,7 +6,7 @@ for whitespace and names are therefore possessive (`++`), and no opening tag tri
 
 from __future__ import annotations
 
-import functools
+import itertools
 import json
 import re
 from abc import ABC, abstractmethod
@@ -227,16 +227,17 @@ def check_call(body: Any, keys: Sequence[str] = ("arguments",)) -> tuple[str, di
 def encoding_problem(value: Any) -> str:
     """Return the reason why a parsed value cannot be tokenized, saved or sent, or "" if it can."""
     try:
-        # The value is encoded again where the stack is deeper, so reserve 200 levels by as many lists around it.
-        nested = functools.reduce(lambda inner, _: [inner], range(200), value)
-        json.dumps(nested, ensure_ascii=False, allow_nan=False).encode()
+        encoded = json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except RecursionError:
         return "is nested too deeply"
     except UnicodeEncodeError:
         return "contains an unpaired surrogate (\\ud800 to \\udfff)"
     except ValueError:  # for example 1e999, which was parsed as infinity
         return "contains a number that is too large"
-    return ""
+    # Where a call is encoded again, the stack is deeper. A fixed number of levels does not depend on it.
+    brackets = re.sub(rb'"(?:[^"\\]|\\.)*+"|[^][{}"]++', b"", encoded)
+    depth = max(itertools.accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
+    return "is nested too deeply" if depth > 200 else ""
 
 
 def json_type(value: Any) -> str:

@@ -242,7 +242,7 @@ class Relay(Zygote, Channels):
 
     def usage(self, always: bool = False) -> None:
         self.usage_read = time.monotonic()
-        # The counters have the order of LimitHits in host/cgroups.py. cgroup v1 does not report which limit was hit.
+        # The order is that of LimitHits in host/cgroups.py. cgroup v1 does not report which limit was exceeded.
         killed = cgroup_counter("memory/memory.oom_control", "memory.events", "oom_kill")
         own = killed if os.path.exists("/sys/fs/cgroup/memory") else cgroup_counter("", "memory.events", "oom")
         counts = own, killed, cgroup_counter("pids/pids.events", "pids.events", "max")
