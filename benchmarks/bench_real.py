@@ -1,6 +1,6 @@
 """Measure how a pretrained model learns to use a tool: SmolLM2-135M-Instruct, word problems, a calculator.
 
-    make bench-real                              # one seed: about 60 minutes of one core
+    make bench-real                              # one seed: about 65 minutes of one core
     make bench-real ARGS="--seed 1 --steps 8"
 
 The model is evaluated without and with the tool. It then imitates 160 demonstrations of the format, 80 % of them with
@@ -117,12 +117,12 @@ if __name__ == "__main__":
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--demonstrations", type=int, default=160)
     parser.add_argument("--right", type=float, default=0.8, help="probability that a demonstration is right")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=36)
     parser.add_argument("--tasks", type=int, default=16)
     parser.add_argument("--group", type=int, default=4)
     parser.add_argument("--minibatch", type=int, default=32)
     parser.add_argument("--lr", type=float, default=3e-4)
-    parser.add_argument("--lr-end", type=float, help="learning rate of the last step; by default that of --lr")
+    parser.add_argument("--lr-end", type=float, default=3e-5, help="learning rate of the last step")
     parser.add_argument("--warmup", type=int, default=4, help="iterations before the learning rate is reached")
     parser.add_argument("--no-zero-shot", dest="zero_shot", action="store_false")
     parser.add_argument("--no-control", dest="control", action="store_false")

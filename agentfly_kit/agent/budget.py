@@ -169,8 +169,9 @@ def stop_after_action(agent: AgentSettings, turn: Turn, limit: int, limited_by: 
     if turn.stop == "length":
         if turn.ids is not None and turn.num_tokens < limit:
             return "context_full"
-        at_limit = agent.max_tokens is not None and action_tokens(turn) >= agent.max_tokens
-        return limited_by or ("chain_tokens" if at_limit else "turn_tokens")
+        return limited_by or (
+            "turn_tokens" if agent.max_tokens is None or action_tokens(turn) < agent.max_tokens else "chain_tokens"
+        )
     stop = stop_of_complete_action(agent, turn)
     return None if stop == "answered" and nudge_after(agent, turn) is not None else stop
 

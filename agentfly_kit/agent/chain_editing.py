@@ -229,11 +229,9 @@ class Chain(LoopChain):
 
     def _move_to(self, target: Turn) -> Turn:
         self.error = None
-        stop = None
-        if target.completes_action:
-            # A truncated action is not an answer, and its tool calls are not run.
-            stop = "turn_tokens" if target.stop == "length" else stop_of_complete_action(self.agent, target)
-        self._append(target, stop)
+        # A truncated action is not an answer, and its tool calls are not run.
+        stop = "turn_tokens" if target.stop == "length" else stop_of_complete_action(self.agent, target)
+        self._append(target, stop if target.completes_action else None)
         if target.kind == "observation" and target.ids == ():
             # The target has no ids, because it ended the chain or a row.
             self._append_observation(target)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import warnings
 from pathlib import Path
 from typing import Any, Protocol
@@ -142,6 +144,10 @@ class Updater:
             accelerator = self.sampler.workers.accelerator
             options: Any = {"reference": reference, "seed": seed, "accelerator": accelerator}
             stats = await ppo_step_async(policy, self.optimizer, batch, step_config, **options)
+            if policy.size > 2**24:
+                # Without this, memory that was freed stays with the process, which grows by gigabytes during a run.
+                with contextlib.suppress(AttributeError, OSError, TypeError):  # the C library is not glibc
+                    ctypes.CDLL(None).malloc_trim(0)
         if config.max_kl is not None and stats.approx_kl > config.max_kl:
             raise TrainingError(
                 f"the update moved the policy by {stats.approx_kl:.3g} nats per token, more than "
@@ -154,8 +160,9 @@ class Updater:
         """Return the learning rate for each parameter group: linear from `lr` to `lr_end`, and lower during warmup."""
         config = self.config
         end = config.lr if config.lr_end is None else config.lr_end
-        first = self._first_step
-        now = config.lr + (end - config.lr) * ((index - first) / max(1, config.steps - 1 - first))
+        now = config.lr + (end - config.lr) * (
+            (index - self._first_step) / max(1, config.steps - 1 - self._first_step)
+        )
         now *= min(1, (index + 1) / (config.lr_warmup + 1))
         # The learning rate of the value head is a fixed multiple of the policy's learning rate.
         return [now * group.setdefault("scale", group["lr"] / config.lr) for group in self.optimizer.param_groups]

@@ -20,7 +20,7 @@ SMALLER = {
         "tasks.test[:32]": "tasks.test[:4]",
         "tasks.train[:160]": "tasks.train[:24]",
         "tasks.test)": "tasks.test[:8])",
-        "steps=24, tasks_per_step=16": "steps=2, tasks_per_step=4",
+        "steps=36, tasks_per_step=16": "steps=2, tasks_per_step=4",
         "not a.reward and b.reward and a.tool_calls": "a.turns",
     },
     "22_masksearch": {"data.test[:100]": "data.test[:50]"},

@@ -235,9 +235,10 @@ def encoding_problem(value: Any) -> str:
     except ValueError:  # for example 1e999, which was parsed as infinity
         return "contains a number that is too large"
     # Where a call is encoded again, the stack is deeper. A fixed number of levels does not depend on it.
-    brackets = re.sub(rb'"(?:[^"\\]|\\.)*+"|[^][{}"]++', b"", encoded)
-    depth = max(itertools.accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
-    return "is nested too deeply" if depth > 200 else ""
+    depths = itertools.accumulate(
+        1 if bracket in b"[{" else -1 for bracket in re.sub(rb'"(?:[^"\\]|\\.)*+"|[^][{}"]++', b"", encoded)
+    )
+    return "is nested too deeply" if max(depths, default=0) > 200 else ""
 
 
 def json_type(value: Any) -> str:
